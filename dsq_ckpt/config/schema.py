@@ -30,7 +30,7 @@ LAYERS = ("embedding", "linear", "conv", "other")
 """Groups of weights by layer type."""
 
 _LINKS, _SIBLINGS = 4, 2
-"""Of `delta.max_chain: auto`, by measurement: benchmarks/results/parents-*.json and docs/design.md."""
+"""Of `delta.max_chain: auto`, by measurement: benchmarks/results/parents-*.json and docs/design/files.md."""
 _DIFFERENCES = 32
 """Of `delta.max_chain: auto` with `delta.against: values`, each of which is added to the one before."""
 

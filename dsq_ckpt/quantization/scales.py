@@ -4,7 +4,7 @@ The `exponent` of a tensor is log2 of the factor that it is divided by, a multip
 moves outliers into the range of their group. Momentum, and first moments over the square roots of second moments, are
 scaled by the size of their own tensor. On a lattice the exponent sets the step. Rate theory asks for a step in inverse
 proportion to the square root of the curvature, which the root mean square of the gradient approximates (measurements:
-docs/design.md).
+docs/design/weights.md).
 """
 
 from __future__ import annotations

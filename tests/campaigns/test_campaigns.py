@@ -66,7 +66,7 @@ def test_attacked_deltas_have_refinement_that_is_a_difference(tmp_path: Path) ->
 
 def test_the_documentation_has_the_last_results() -> None:
     """Full runs of all campaigns, in which nothing was wrong, crashed or hung."""
-    text = (processes.ROOT / "docs" / "design.md").read_text()
+    text = (processes.ROOT / "docs" / "design" / "campaigns.md").read_text()
     for kind in CAMPAIGNS.values():
         tree = json.loads((processes.ROOT / "benchmarks" / "results" / f"campaign-{kind.name}.json").read_text())
         counts = [tree["all"][outcome] for outcome in ("tried", *harness.OUTCOMES)]

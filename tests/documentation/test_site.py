@@ -70,9 +70,9 @@ def test_links_between_files_of_the_repository_lead_somewhere() -> None:
                 assert anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
 
 
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as MyST and git hosting sites name them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+def anchors(page: Path, marks: str = "#+") -> set[str]:
+    """Return the anchors of a page's headings with these marks, as MyST and git hosting sites name them."""
+    headings = re.findall(rf"^{marks} (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

@@ -44,7 +44,7 @@ def test_examples(number: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_files_are_all_named() -> None:
-    """docs/design.md names every file of the package's folder."""
-    design = (ROOT / "docs" / "design.md").read_text()
+    """docs/design/gradient-logs.md names every file of the package's folder."""
+    design = (ROOT / "docs" / "design" / "gradient-logs.md").read_text()
     for path in (ROOT / "dsq_ckpt" / "lowdiff").glob("[a-z]*.py"):
         assert f"`{path.name}`" in design, path.name
