@@ -16,6 +16,7 @@ from tests.helpers.processes import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (RESULTS / "README.md").read_text()
 FIGURES = re.findall(r"^\|(.*?)\| ([^|]*?\d[^|]*?) \| ([\w-]+\.json) \| (.+) \|$", PAGE, re.M)
+COUNTED = "M|runs|restarts|steps|checkpoints|restores|deltas|shared cores"
 OVER: dict[str, Callable[[list[Any]], Any]] = {
     "mean": statistics.fmean, "median": statistics.median, "min": min, "max": max,
 }
@@ -60,18 +61,20 @@ def test_every_figure_is_in_its_file(name: str, shown: str, file: str, path: str
 
 
 def test_the_table_of_readme_has_these_values() -> None:
-    """Every number in its column of measurements, and those of others, is the value of some figure."""
+    """Every number in its column of measurements, of others, and of the list below it is the value of some figure."""
     readme = (ROOT / "README.md").read_text()
-    table = readme.partition("| what | measured |")[2].partition("\n\n")[0]
+    text, _, _ = readme.partition("| what | `dsq_ckpt` |")[2].partition("Beyond the table:")
+    table, _, notes = text.partition("\n\n")
     known = {re.sub(r"[^\d.,]", "", shown) for _, shown, _, _ in FIGURES}
     known |= set(re.findall(r"\d[\d.]*", PAGE.partition("## Figures without a file")[2]))
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
     assert 5 <= len(rows) <= 8
     for row in rows:
         assert len(row) == 3, row
-        without_units = re.sub(r"\b\d[\d,.]* ?(M|runs|restarts|steps|checkpoints|restores)\b", "", " ".join(row[1:]))
+    for line in [*(" ".join(row[1:]) for row in rows), *notes.splitlines()]:
+        without_units = re.sub(rf"\b\d[\d,.]*( to \d[\d,.]*)? ?({COUNTED})\b|torch [\d.]+\b", "", line)
         for number in re.findall(r"(?<![\w.-])[+-]?(\d[\d.,]*\d|\d)", without_units):
-            assert number in known, (number, row[0])
+            assert number in known, (number, line)
 
 
 def test_every_file_is_in_the_list() -> None:
