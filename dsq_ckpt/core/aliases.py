@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -26,13 +27,12 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return tensor
-    storage = tensor.untyped_storage()
-    if not storage.data_ptr():
+    if not tensor.untyped_storage().data_ptr():
         return tensor
-    data = bytes_of(storage).untyped_storage()
-    with torch.inference_mode(False):  # other threads, outside of inference mode, cannot write to an inference tensor
-        alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return alias.set_(data, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if torch.is_inference_mode_enabled():  # other threads, outside of it, cannot write to an inference tensor
+        with torch.inference_mode(False):
+            return alias_of(tensor)
+    return from_dlpack(to_dlpack(tensor))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
