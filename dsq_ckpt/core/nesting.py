@@ -52,7 +52,9 @@ class Nesting(dict[str, Path]):
         entries = list(_iter_entries((), state))
         typed: dict[Path, Hashable] = {}
         for path, key, _ in entries:
-            if all_keys and type(key) is not str:
+            if type(key) is str:
+                continue
+            if all_keys:
                 typed[path] = key
             elif (plain := _to_plain_key(key)) is not None or key is None:
                 typed[path] = plain

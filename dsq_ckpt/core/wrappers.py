@@ -11,4 +11,5 @@ WRAPPERS = {
 
 def strip_wrappers(name: str) -> str:
     """Return a name without the prefixes of torch.compile, DDP, FSDP and activation checkpointing."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    parts = name.split(".")
+    return name if WRAPPERS.keys().isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)

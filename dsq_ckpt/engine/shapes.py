@@ -20,8 +20,10 @@ def is_continuation(newer: Shapes, older: Shapes) -> bool:
     state the whole. Tensors are counted too, since one whose shape changes at every save, such as an encoded text, may
     have more elements than a small model.
     """
+    if newer == older:
+        return True
     if not older:
-        return not newer
+        return False
     equal = [name for name, shape in older.items() if newer.get(name) == shape]
     return 2 * count_shared_elements(newer, older) >= count_shared_elements(older, older) or 2 * len(equal) > len(older)
 
