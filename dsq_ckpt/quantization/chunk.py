@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding.codes import RefinedCells, quantize
+from dsq_ckpt.coding.codes import quantize
 from dsq_ckpt.core.arrays import F32, I64, U16, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.keys import KeyWindow
@@ -141,8 +141,10 @@ class QuantizingChunk:
             map_blocks = map if workers is None else workers.map
             self._flat = chunk.compensation.compensate(self._flat, fitted, scale_of(self.exponent), map_blocks)
         self._fitted = fitted
-        log = fitted.codebook.domain == "log"
-        self._cells = RefinedCells(*fitted.cells, self.refinement_bits, log) if self.refinement_bits else None
+        cells = fitted.refined_cells
+        if self.refinement_bits != cells.bits:
+            cells = replace(cells, bits=self.refinement_bits)
+        self._cells = cells if self.refinement_bits else None
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._partition = None if fitted.partition_turn is None else fitted.partition_turn.slice_of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame

@@ -12,6 +12,7 @@ import numpy as np
 from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit
 from dsq_ckpt.codebooks.base import MAX_EXTRA_BITS, MAX_LEVELS
 from dsq_ckpt.codebooks.histogram import nearest_index
+from dsq_ckpt.coding.codes import RefinedCells
 from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
@@ -68,6 +69,11 @@ class GroupFit:
         width = self.codebook.cell_high - self.codebook.cell_low
         inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
         return pad_codes(self.codebook.cell_low), pad_codes(inverse)
+
+    @cached_property
+    def refined_cells(self) -> RefinedCells:
+        """The same cells, with the parts of the refinement layer if there is one."""
+        return RefinedCells(*self.cells, self.refinement_bits, self.codebook.domain == "log")
 
     @property
     def refined_error(self) -> float:
