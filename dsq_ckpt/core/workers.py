@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from dsq_ckpt.core.arrays import Array
 
 _MIN_PARALLEL_ELEMENTS = 1 << 18
 """About the number of elements that one thread processes before a second one has started."""
+_ITEM_OVERHEAD = 1 << 12
+"""Work for an item without elements, in elements."""
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -65,17 +68,54 @@ class Workers:
         return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 
     def map(self, work: Callable[[_In], _Out], items: Iterable[_In], ahead: int = 2) -> Iterator[_Out]:
-        """Yield `work(item)` of every item, in order; at most `ahead` items per thread are pending (bounds memory)."""
+        """Yield `work(item)` of every item, in order; at most `ahead` items per thread are pending (bounds memory).
+
+        A single item needs no other thread: to pass it on takes longer than to work on a small one.
+        """
         if self._pool is None:
             yield from map(work, items)
             return
+        items = iter(items)
+        first = list(islice(items, 2))
+        if len(first) < 2:
+            yield from map(work, first)
+            return
         waiting: deque[Future[_Out]] = deque()
-        for item in items:
+        for item in chain(first, items):
             waiting.append(submit(self._pool, work, item))
             if len(waiting) > ahead * self.threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+    def map_batches(
+        self, work: Callable[[_In], _Out], items: Iterable[_In], count_elements: Callable[[_In], int]
+    ) -> Iterator[_Out]:
+        """Yield `work(item)` of every item, in order, as `map` does; small items are passed to a thread together.
+
+        Args:
+            work: function.
+            items: its arguments.
+            count_elements: function that returns the number of elements of an item.
+        """
+        batches = _make_batches(items, count_elements, _MIN_PARALLEL_ELEMENTS if self.threads > 1 else 0)
+        return chain.from_iterable(self.map(lambda batch: [work(item) for item in batch], batches))
+
+
+def _make_batches(
+    items: Iterable[_In], count_elements: Callable[[_In], int], min_elements: int
+) -> Iterator[list[_In]]:
+    """Yield batches of items, in order, each as soon as it has `min_elements` elements."""
+    batch: list[_In] = []
+    elements = 0
+    for item in items:
+        batch.append(item)
+        elements += count_elements(item) + _ITEM_OVERHEAD
+        if elements >= min_elements:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
 
 
 def map_concurrently(work: Callable[[_In], _Out], items: Iterable[_In], threads: int) -> list[_Out]:

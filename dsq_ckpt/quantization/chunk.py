@@ -208,9 +208,8 @@ class CodedChunk:
     def from_source(cls, source: CodeSource, workers: Workers) -> CodedChunk:
         """Make a coded chunk from all blocks of `source`."""
         blocks, data = list(workers.blocks(len(source.codes))), dict[int, BlockData]()
-        map_blocks = map if len(blocks) == 1 else workers.map  # a single block needs no threads
         steps = None if source.scales is None else StepLengths.zeros(source.scales)
-        for span, block in zip(blocks, map_blocks(source.block, blocks), strict=True):
+        for span, block in zip(blocks, workers.map(source.block, blocks), strict=True):
             if steps is not None and block.steps is not None:
                 steps.add(block.steps)
             data[span.start] = block._replace(steps=None if span.start else steps)  # one for all blocks

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,8 @@ def sketch_chunks(chunks: Sequence[Chunk], workers: Workers) -> list[SparseSketc
     except torch.OutOfMemoryError:
         sketches, on_host = [], list(chunks)
     settle_streams(chunk.tensor for chunk in on_host)
-    pieces = [piece for share in _share_out(on_host, workers) for piece in share]
-    return sketches + list(workers.map(partial(_sketch_piece, workers=workers), pieces))
+    work = partial(_sketch_share, workers=workers)
+    return [*sketches, *chain.from_iterable(workers.map(work, _share_out(on_host, workers)))]
 
 
 def underflows(chunk: Chunk) -> bool:
@@ -53,10 +54,13 @@ def underflows(chunk: Chunk) -> bool:
     return 0 < float(chunk.tensor.detach().abs().max()) < _SMALLEST
 
 
-def _sketch_piece(chunk: Chunk, workers: Workers) -> SparseSketch:
-    counts = np.zeros((1, FULL.size), np.int64)
-    _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
-    return SparseSketch(chunk, *_occupied_bins(counts[0]))
+def _sketch_share(share: Sequence[Chunk], workers: Workers) -> list[SparseSketch]:
+    sketches = []
+    for chunk in share:
+        counts = np.zeros((1, FULL.size), np.int64)
+        _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
+        sketches.append(SparseSketch(chunk, *_occupied_bins(counts[0])))
+    return sketches
 
 
 def _split_by_device(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:

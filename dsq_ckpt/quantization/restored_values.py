@@ -238,7 +238,8 @@ def _find_uneven_groups(
             return None
 
     groups, sums = set[str](), dict[tuple[str, float], Array]()
-    for chunk, look in zip(chunks, workers.map(work, chunks), strict=True):
+    looks = workers.map_batches(work, chunks, lambda chunk: min(chunk.key.elements, _MOST))
+    for chunk, look in zip(chunks, looks, strict=True):
         min_unevenness = _UNEVEN if fitted[chunk.group].refinement_bits > 1 else _UNEVEN_HALVES
         if chunk.key in spread.chunks:
             min_unevenness = _UNEVEN_SPREAD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +24,6 @@ from dsq_ckpt.quantization.step_lengths import StepLengths, correct_scales
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import PackWriter, ParentPacks
 
-_BATCH_ELEMENTS = 1 << 18
-"""Elements per batch of small blocks: to pass a task to a thread takes as long as to encode thousands of elements."""
-_BLOCK_OVERHEAD = 1 << 12  # work for an empty block, in elements
 _PREFIX_CODES = 4096  # codes compared first: they nearly always differ if the block does
 
 
@@ -143,24 +139,6 @@ class _BlockTask:
         return refinement_blocks.encode_differences(packed, before, span.stop - span.start, bits)
 
 
-def _batch_tasks(tasks: Iterable[_BlockTask], max_elements: int) -> Iterator[list[_BlockTask]]:
-    """Yield batches of tasks, in order, each as soon as it has `max_elements` elements."""
-    batch: list[_BlockTask] = []
-    elements = 0
-    for task in tasks:
-        batch.append(task)
-        elements += task.span.stop - task.span.start + _BLOCK_OVERHEAD
-        if elements >= max_elements:
-            yield batch
-            batch, elements = [], 0
-    if batch:
-        yield batch
-
-
-def _run_all(tasks: Iterable[_BlockTask]) -> list[_EncodedBlock]:
-    return [task.run() for task in tasks]
-
-
 def _codes_equal(codes: Codes, parent: Codes) -> bool:
     return bool(np.array_equal(codes[:_PREFIX_CODES], parent[:_PREFIX_CODES]) and np.array_equal(codes, parent))
 
@@ -226,9 +204,8 @@ class ShardWriter:
         steps: StepLengths | None = None
         symbols: dict[int, bytes] = {}
         saved = 0
-        max_elements = _BATCH_ELEMENTS if self._workers.threads > 1 else 0
-        encoded = self._workers.map(_run_all, _batch_tasks(tasks(), max_elements))
-        for task, codes, data, packed, saved_by_block in chain.from_iterable(encoded):
+        encoded = self._workers.map_batches(_BlockTask.run, tasks(), lambda task: task.span.stop - task.span.start)
+        for task, codes, data, packed, saved_by_block in encoded:
             run_pending_handlers()
             saved += saved_by_block
             if packed is not None:

@@ -44,3 +44,21 @@ def test_items_are_done_once_where_there_can_be_no_more_threads(monkeypatch, all
         monkeypatch.setattr(threading.Thread, "start", limited)
         assert list(workers.map(work, range(20))) == list(range(20))
     assert sorted(done) == list(range(20)) and len(started) == allowed
+
+
+def test_a_single_item_is_done_by_the_calling_thread():
+    with Workers(2, 1024) as workers:
+        assert list(workers.map(lambda _: threading.current_thread(), [0])) == [threading.current_thread()]
+        assert threading.current_thread() not in list(workers.map(lambda _: threading.current_thread(), [0, 0, 0]))
+        assert list(workers.map(str, [])) == []
+
+
+@pytest.mark.parametrize(("threads", "sizes"), [(1, [1] * 5), (2, [3, 2])])
+def test_small_items_are_passed_to_threads_together(threads, sizes):
+    """Three items of 100,000 elements are more than a thread processes before another one has started."""
+    passed = []
+    with Workers(threads, 1024) as workers:
+        take = workers.map
+        workers.map = lambda work, items: take(work, (passed.append(len(item)) or item for item in items))
+        assert list(workers.map_batches(str, range(5), lambda _: 100_000)) == list("01234")
+    assert passed == sizes
