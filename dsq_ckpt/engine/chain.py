@@ -246,8 +246,9 @@ class ParentCheckpoint:
         self._is_shared = shared
         self.model = model
         self._workers = workers
-        with explain_parent_errors(expand_path(ref.path), ref.save_id):
-            self.checkpoint = Checkpoint(expand_path(ref.path), lazy=True)
+        self._directory = expand_path(ref.path)
+        with explain_parent_errors(self._directory, ref.save_id):
+            self.checkpoint = Checkpoint(self._directory, lazy=True)
         if self.checkpoint.manifest.save_id != ref.save_id:
             self.checkpoint.close()
             raise SaveFailed(
@@ -268,7 +269,7 @@ class ParentCheckpoint:
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
         """
-        with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
+        with explain_parent_errors(self._directory, self.ref.save_id):
             return self._read_codes(key, group)
 
     def _read_codes(self, key: ChunkKey, group: str) -> tuple[ParentRecord, Codes] | None:
@@ -300,7 +301,7 @@ class ParentCheckpoint:
         Raises:
             SaveFailed: the parent was removed or replaced meanwhile.
         """
-        with explain_parent_errors(expand_path(self.ref.path), self.ref.save_id):
+        with explain_parent_errors(self._directory, self.ref.save_id):
             return self._read_values(key)
 
     def _read_values(self, key: ChunkKey) -> tuple[ParentRecord, F32] | None:
