@@ -9,36 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dsq_ckpt.core.strict_json import make_unique_mapping
 from dsq_ckpt.errors import ConfigError
 
 Tree = dict[str, Any]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys, of which the last one would silently be used."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        # Check before `<<` merges other mappings, whose keys may be overridden; `<<` itself may be repeated.
-        _make_unique_mapping([(key.value, None) for key, _ in node.value
-                 if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")])
-        return node
-
-
-def _make_unique_mapping(pairs: list[tuple[str, Any]]) -> Tree:
-    """Return a mapping of keys and values.
-
-    Raises:
-        ValueError: a key occurs twice.
-    """
-    tree: Tree = {}
-    for key, value in pairs:
-        if key in tree:
-            raise ValueError(f"the key '{key}' is there twice in one mapping; keep one of them")
-        tree[key] = value
-    return tree
 
 
 def read_tree(path: str | os.PathLike[str]) -> Tree:
@@ -56,8 +30,8 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
         raise ConfigError(f"configuration file '{path}' is no text; name a JSON or YAML file") from error
     try:
         is_json = path.suffix == ".json"
-        tree = json.loads(text, object_pairs_hook=_make_unique_mapping) if is_json else yaml.load(text, _Loader)
-    except (ValueError, yaml.YAMLError) as error:
+        tree = json.loads(text, object_pairs_hook=make_unique_mapping) if is_json else _parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"configuration file '{path}' is not valid {path.suffix or 'YAML'}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration file '{path}' holds {type(tree).__name__}, expected a mapping")
@@ -85,7 +59,13 @@ def load_preset(name: str) -> Tree:
     names = sorted(entry.name.removesuffix(".yaml") for entry in presets.iterdir() if entry.name.endswith(".yaml"))
     if name not in names:
         raise ConfigError(f"there is no preset '{name}'; choose from {', '.join(names)}, or name a JSON or YAML file")
-    return yaml.safe_load((presets / f"{name}.yaml").read_text()) or {}
+    return _parse_yaml((presets / f"{name}.yaml").read_text()) or {}
+
+
+def _parse_yaml(text: str) -> Any:
+    from dsq_ckpt.core.strict_yaml import parse_strict_yaml  # imports PyYAML, only where a configuration is a file
+
+    return parse_strict_yaml(text)
 
 
 def merge_trees(defaults: Tree, tree: Tree) -> Tree:

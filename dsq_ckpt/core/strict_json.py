@@ -20,3 +20,17 @@ def parse_strict_json(text: str | bytes) -> Any:
         return json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def make_unique_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of keys and values.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise ValueError(f"the key '{key}' is there twice in one mapping; keep one of them")
+        tree[key] = value
+    return tree

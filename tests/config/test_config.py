@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -333,3 +335,11 @@ def test_second_moments_are_not_stored_on_a_linear_axis(codebook):
     for method in ("exact", "bf16"):  # the codebook is not in use
         DSQConfig.create({"quantize": {"exp_avg_sq": {"method": method, "codebook": settings}}})
         QuantizeConfig(exp_avg_sq=TensorConfig(method=method))
+
+
+def test_yaml_is_imported_for_files_alone(tmp_path):
+    code = (
+        "import sys, torch, dsq_ckpt; dsq_ckpt.save({'w': torch.ones(256, 256)}, sys.argv[1])\n"
+        "assert 'yaml' not in sys.modules; dsq_ckpt.DSQConfig.create('smallest'); assert 'yaml' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "step-1")], check=True, timeout=120)
