@@ -29,10 +29,28 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.untyped_storage().data_ptr():
         return tensor
+    if (problem := missing_memory_problem(tensor)) is not None:  # no kernel looks at the size of a storage
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {problem}")
     if torch.is_inference_mode_enabled():  # other threads, outside of it, cannot write to an inference tensor
         with torch.inference_mode(False):
             return alias_of(tensor)
-    return from_dlpack(to_dlpack(tensor))
+    return from_dlpack(to_dlpack(tensor.detach()))  # which keeps this memory if `tensor.data` is replaced
+
+
+def missing_memory_problem(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor has less memory than its shape needs; None: it has enough, or its device does not tell."""
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+        return None
+    reach = tensor.numel()
+    if not tensor.is_contiguous():
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed, found = (tensor.storage_offset() + reach) * tensor.itemsize, tensor.untyped_storage().nbytes()
+    if found >= needed:
+        return None
+    return (
+        f"needs a storage of {needed} bytes, and its own has {found}, as that of a parameter that FSDP has freed: "
+        "gather it, or take a tensor that has its memory"
+    )
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

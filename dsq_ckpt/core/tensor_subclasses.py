@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dsq_ckpt.core.aliases import missing_memory_problem
 from dsq_ckpt.core.flat_names import flatten
 from dsq_ckpt.core.interrupts import in_user_code
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
@@ -142,6 +143,8 @@ def check_storable(fqn: str, value: Any) -> Any:
     if value.is_meta:
         raise SaveFailed(f"'{fqn}' is on the meta device, so there are no values to save; materialize it first")
     if is_plain:
+        if (reason := missing_memory_problem(value)) is not None:
+            raise SaveFailed(f"'{fqn}' {reason}")
         return value
     if _is_subclass(value):
         raise SaveFailed(

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.address_ranges import AddressRanges, address_range
-from dsq_ckpt.core.aliases import alias_of
+from dsq_ckpt.core.aliases import alias_of, missing_memory_problem
 from dsq_ckpt.core.arguments import expect, expect_flags
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
@@ -214,6 +214,8 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 self._check_lossy(index.fqn, record)
                 key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
                 targets = [planner.resolve_tensor(item).detach() for item in items]
+                if problem := next(filter(None, map(missing_memory_problem, targets)), None):
+                    raise LoadFailed(f"'{index.fqn}' {problem}")
                 # A target that is the whole chunk is decoded in place, unless another target has the same memory, as
                 # for tied tensors, which would be written concurrently. Other targets are sliced from a copy.
                 exclusive = [target.device.type == "cpu" and ranges.add(*address_range(target)) for target in targets]

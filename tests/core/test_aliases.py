@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,46 @@ def test_the_memory_lives_as_long_as_the_alias() -> None:
     gc.collect()
     others = [torch.zeros(1_000_000) for _ in range(4)]
     assert alias.equal(torch.arange(1e6)) and others
+
+
+@pytest.mark.parametrize("replace", [
+    lambda tensor: setattr(tensor, "data", torch.zeros(1)),
+    lambda tensor: tensor.set_(torch.zeros(1).untyped_storage()),
+], ids=["data", "set_"])
+def test_the_memory_lives_on_if_the_tensor_gets_other_memory(replace: Any) -> None:
+    """As code does that evaluates with averaged weights."""
+    array = np.arange(1000.0)
+    is_alive, tensor = weakref.ref(array), torch.from_numpy(array)
+    del array
+    alias = alias_of(tensor)
+    replace(tensor)
+    gc.collect()
+    assert is_alive() is not None and alias.equal(torch.arange(1000.0, dtype=torch.float64))
+    del alias
+    assert is_alive() is None
+
+
+@pytest.mark.parametrize("size", [0, 4, 4096])
+@pytest.mark.parametrize("name", ["large", "few", "strided"])
+def test_memory_that_was_freed_is_told(tmp_path: Path, name: str, size: int) -> None:
+    """No kernel of torch looks at the size of a storage: it would read and write what lies behind."""
+    make = {
+        "large": lambda: torch.ones(500, 1000), "few": lambda: torch.ones(7000)[4001:],
+        "strided": lambda: torch.ones(90, 80).t(),
+    }[name]
+    dsq_ckpt.save({"inside": {name: make()}}, tmp_path / "0")
+    state = {"inside": {name: make()}}
+    state["inside"][name].untyped_storage().resize_(size)
+    says = rf"^'inside\.{name}' needs a storage of \d+ bytes, and its own has {size}, "
+    with pytest.raises(dsq_ckpt.SaveFailed, match=says):
+        dsq_ckpt.save(state, tmp_path / "1")
+    with pytest.raises(dsq_ckpt.SaveFailed, match=says):
+        dsq_ckpt.async_save(state, tmp_path / "1").result()
+    with pytest.raises(dsq_ckpt.LoadFailed, match=says[1:]):
+        dsq_ckpt.load(state, tmp_path / "0")
+    if size:
+        with pytest.raises(ValueError, match="needs a storage of"):
+            alias_of(state["inside"][name])
 
 
 @pytest.mark.parametrize("tensor", [
