@@ -239,12 +239,11 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                     piece = piece.narrow(dim, start, length)
                 if target.shape != piece.shape:
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
-                lossy = _is_lossy(checkpoint.read_record(ref))
                 if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may return their own memory
-                    tied.add(key.fqn, ref, lossy, target, piece)
+                    tied.add(key.fqn, ref, _is_lossy(checkpoint.read_record(ref)), target, piece)
                 if load.tensor is not into:
                     target.copy_(piece)
-                    check_shared_elements(key.fqn, target, piece, lossy)
+                    check_shared_elements(key.fqn, target, piece)
                 elif not target.is_inference():
                     increment_version(target)  # for a backward pass that needs the former values
                 planner.commit_tensor(item, target)
