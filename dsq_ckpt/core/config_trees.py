@@ -31,7 +31,7 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     try:
         is_json = path.suffix == ".json"
         tree = json.loads(text, object_pairs_hook=make_unique_mapping) if is_json else _parse_yaml(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"configuration file '{path}' is not valid {path.suffix or 'YAML'}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration file '{path}' holds {type(tree).__name__}, expected a mapping")

@@ -86,6 +86,13 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path, name, text, twice):
         DSQConfig.create(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["deep.yaml", "deep.json"])
+def test_a_file_that_is_nested_too_deep_is_named(tmp_path, name):
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=rf"{name}' is not valid .*recursion"):
+        DSQConfig.create(tmp_path / name)
+
+
 def test_a_key_may_be_given_besides_merged_ones(tmp_path):
     """Also where the mapping that is merged is itself made so, and is merged again."""
     (tmp_path / "a.yaml").write_text(
