@@ -72,13 +72,11 @@ class Workers:
 
         A single item needs no other thread: to pass it on takes longer than to work on a small one.
         """
-        if self._pool is None:
-            yield from map(work, items)
-            return
         items = iter(items)
-        first = list(islice(items, 2))
-        if len(first) < 2:
-            yield from map(work, first)
+        first = [] if self._pool is None else list(islice(items, 2))
+        if self._pool is None or len(first) < 2:
+            for item in chain(first, items):
+                yield work(item)  # not by `map`, which a StopIteration of the work would end without an error
             return
         waiting: deque[Future[_Out]] = deque()
         for item in chain(first, items):

@@ -62,3 +62,15 @@ def test_small_items_are_passed_to_threads_together(threads, sizes):
         workers.map = lambda work, items: take(work, (passed.append(len(item)) or item for item in items))
         assert list(workers.map_batches(str, range(5), lambda _: 100_000)) == list("01234")
     assert passed == sizes
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("items", [1, 3])
+def test_work_that_raises_stop_iteration_does_not_end_the_results(threads, items):
+    with Workers(threads, 1024) as workers:
+        for results in (
+            workers.map(lambda _: next(iter(())), range(items)),
+            workers.map_batches(lambda _: next(iter(())), range(items), lambda _: 1),
+        ):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                list(results)
