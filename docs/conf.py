@@ -83,7 +83,7 @@ def indented_is_code(app: Sphinx, what: str, name: str, obj: object, options: ob
 def write_command_line(app: Sphinx) -> None:
     """Write the page of the command line's options, as typer tells them."""
     page = Path(app.srcdir, "cli_options.md")
-    arguments = ["dsq_ckpt.cli", "utils", "docs", "--name", "dsq", "--output", str(page)]
+    arguments = ["dsq_ckpt.cli", "utils", "docs", "--name", "dsq", "--title", "Options of dsq", "--output", str(page)]
     subprocess.run([sys.executable, "-m", "typer", *arguments], check=True, capture_output=True, cwd=ROOT)
 
 
