@@ -105,7 +105,7 @@ def progress(events: Path) -> str:
     """Return how far a phase is, by its last event."""
     lines = events.read_text().splitlines() if events.exists() else []
     steps = re.findall(r'"step": (\d+)', "\n".join(lines[-20:]))
-    return f"step {steps[-1]}" if steps else "imports, and on a new machine compiles"
+    return f"step {steps[-1]}" if steps else "imports"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -296,7 +296,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
     table.add_section()
     table.add_row("save, median", f"{times['save']:.3f} s", ratio(times["ratio"]) + " of dcp.save")
     table.add_row("plain dcp.save, median", f"{times['dcp_save']:.3f} s")
-    table.add_row("slowest first save of a process", f"{times['slowest_first_save']:.3f} s", "compiles")
+    table.add_row("slowest first save of a process", f"{times['slowest_first_save']:.3f} s", "imports")
     console.print(table)
 
     final = f"validation at step {losses['final_step']}:"
