@@ -81,6 +81,13 @@ def test_the_table_of_readme_has_these_values() -> None:
             assert number in known, (number, line)
 
 
+def test_sizes_of_the_six_models_are_those_of_their_runs() -> None:
+    sizes = [size / 1e6 for size in values(document("online-frequent.json"), "rows > settings > run > parameters")]
+    pages = [ROOT / "README.md", ROOT / "docs" / "limits.md", ROOT / "docs" / "evaluation" / "restarts.md"]
+    for page in pages:
+        assert f"{min(sizes):.1f} to {max(sizes):.1f} M" in page.read_text(), page.name
+
+
 def test_every_file_is_in_the_list() -> None:
     page = PAGE.replace("NAME", r"[\w]+").replace("WORKLOAD", r"\w+").replace("seedN", r"seed\d")
     patterns = re.findall(r"([\w\[\]\\+-]+\.json)", page)
