@@ -25,6 +25,10 @@ _GROWN_MODEL_ADVICE = (
     " (a model that has grown loads the rest by dcp.load with a DSQStorageReader and "
     "DefaultLoadPlanner(allow_partial_load=True))"
 )
+_NO_GRADIENT_ADVICE = (
+    " (parameters that had no gradient before the save have no state: a Compressor, or dsq_ckpt.load of "
+    "{'model': model, 'optimizer': optimizer} with the objects themselves, loads the rest)"
+)
 _GROWN_MODEL_SHARE = 0.25
 """Minimum share of names below a key that exist, for the assumption that the model has grown."""
 _ANY = "*"
@@ -228,7 +232,18 @@ def missing_hint(missing: Sequence[str], requested: Collection[str], names: Coll
     top = missing[0].partition(".")[0]
     exists = [name in names for name in requested if name.partition(".")[0] == top]
     has_grown = sum(exists) >= _GROWN_MODEL_SHARE * len(exists)
-    return (_GROWN_MODEL_ADVICE if has_grown else "") + name_hint(missing[0], names)
+    advice = _NO_GRADIENT_ADVICE if _lacks_state_only(missing, names) else _GROWN_MODEL_ADVICE
+    return (advice if has_grown else "") + name_hint(missing[0], names)
+
+
+def _lacks_state_only(missing: Sequence[str], names: Collection[str]) -> bool:
+    """Return whether the optimizer's state alone is missing, of a parameter that was saved and has no state at all."""
+    optimizer, found, entry = missing[0].partition(".state.")
+    parameter = entry.rpartition(".")[0]
+    if not (found and parameter and all(".state." in name for name in missing)):
+        return False
+    is_saved = any(name.endswith(f".{parameter}") for name in names)
+    return is_saved and not any(name.startswith(f"{optimizer}.state.{parameter}.") for name in names)
 
 
 def wrapped_hint(missing: Sequence[str], requested: Collection[str], names: Collection[str]) -> str:

@@ -266,6 +266,32 @@ def test_a_model_that_has_grown_is_told_how_to_load_the_rest(tmp_path):
         assert all(loaded[key].equal(original[key]) for key in original)
 
 
+def test_a_parameter_without_gradient_before_the_save_is_told_how_to_load_the_rest(tmp_path):
+    """Torch gives parameters of a new optimizer state that was not saved; both ways of the message leave it out."""
+    def make():
+        model = nn.ModuleDict({name: nn.Linear(80, 80) for name in ("a", "b")})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    model["a"](torch.ones(4, 80)).square().mean().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    dsq_ckpt.save({"model": weights, "optimizer": moments}, tmp_path / "a", config="exact")
+    weights, moments = get_state_dict(*make())
+    says = r"no 'optimizer\.state\.b\.weight\.step' .*\(parameters that had no gradient .*\); did you mean"
+    with pytest.raises(dsq_ckpt.LoadFailed, match=says):
+        dsq_ckpt.load({"model": weights, "optimizer": moments}, tmp_path / "a")
+    for is_compressor in (True, False):
+        loaded, other = make()
+        if is_compressor:
+            dsq_ckpt.Compressor(loaded, other).load(tmp_path / "a")
+        else:
+            dsq_ckpt.load({"model": loaded, "optimizer": other}, tmp_path / "a")
+        assert loaded["b"].weight.equal(model["b"].weight)
+        assert other.state[loaded["a"].weight]["exp_avg"].equal(optimizer.state[model["a"].weight]["exp_avg"])
+        assert loaded["b"].weight not in other.state
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("saved_class", "own"), [("AdamW", "SGD"), ("SGD", "AdamW")])
 def test_state_of_an_optimizer_of_another_class_is_refused(tmp_path, saved_class, own, gradients):
