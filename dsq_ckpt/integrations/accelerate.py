@@ -33,6 +33,7 @@ from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, L
 from dsq_ckpt.integrations.mixins import add_mixin
 from dsq_ckpt.integrations.staged_checkpoint import StagedCheckpoint, is_compressed_on_all_ranks
 from dsq_ckpt.integrations.training_state import TrainingState
+from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.paths import resolve_local_path
 
 __all__ = ["attach"]
@@ -121,7 +122,7 @@ class DSQAccelerator(Accelerator):
             checkpoints = _list_numbered_checkpoints(target.parent)
             other_checkpoints = [path for path in checkpoints if path != target]  # may have higher numbers
             for old_checkpoint in other_checkpoints[: max(len(other_checkpoints) + 1 - project.total_limit, 0)]:
-                shutil.rmtree(old_checkpoint, ignore_errors=True)
+                _remove_checkpoint(old_checkpoint)
         return target
 
     def load_state(
@@ -191,6 +192,15 @@ def _list_numbered_checkpoints(run: Path) -> list[Path]:
             if number := re.fullmatch(r"checkpoint_(\d+)", entry.name):
                 paths_by_number[int(number[1])] = entry
     return [paths_by_number[number] for number in sorted(paths_by_number)]
+
+
+def _remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint as far as possible. If the process is killed meanwhile, no part of it looks like one."""
+    hidden = hidden_name(checkpoint)
+    with suppress(OSError):
+        if not checkpoint.is_symlink():
+            checkpoint.rename(hidden)
+            shutil.rmtree(hidden)
 
 
 def _check_supported(accelerator: Accelerator) -> None:
