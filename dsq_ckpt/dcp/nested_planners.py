@@ -168,7 +168,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                     f"'{fqn}' was saved as a tensor of shape {tuple(stored.size)}, and its value in the state dict is "
                     f"{format_value(placeholder)}: put a tensor of that shape there, or leave '{fqn}' out"
                 )
-            if isinstance(placeholder, torch.Tensor) and placeholder.is_nested:  # has no size
+            plain = isinstance(placeholder, torch.Tensor) and not isinstance(placeholder, ShardedTensor)
+            if plain and placeholder.is_nested:  # has no size; a ShardedTensor does not tell
                 raise LoadFailed(
                     f"'{fqn}' is a nested tensor in what it is loaded into, and was saved as a tensor of shape "
                     f"{tuple(stored.size)}: put a tensor of that shape there"
