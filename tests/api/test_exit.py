@@ -26,15 +26,17 @@ AT_EXIT = """
 import atexit, sys, torch, dsq_ckpt
 from numba.core.caching import NullCache
 from dsq_ckpt import native
+from dsq_ckpt.engine import warmup
 from dsq_ckpt.kernels import cpu, jit
 
 native.force("numba")
 dsq_ckpt.save({"w": torch.randn(200, 200)}, sys.argv[1] + "-before")  # compiles the others
 cpu._count_bins._reset_overloads()
 cpu._count_bins._cache = NullCache()  # a kernel that is still to be compiled
+warmup.wait("load")  # nothing else is compiled in the background from now on
+compiled = jit.count_compilations()
 
 def at_exit():
-    compiled = jit.count_compilations()  # the thread that compiled for loads has ended
     state = {"w": torch.randn(200, 200)}
     try:
         dsq_ckpt.async_save(state, sys.argv[1])
