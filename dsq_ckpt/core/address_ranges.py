@@ -35,10 +35,15 @@ class AddressRanges:
         return [(max(start, other_start), min(stop, other_stop)) for other_start, other_stop in earlier]
 
 
+def count_spanned_bytes(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from a tensor's first to its last one, including gaps of its strides."""
+    if not tensor.numel():
+        return 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return reach * tensor.itemsize
+
+
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address range from a tensor's first to its last byte (exclusive), including gaps of its strides."""
-    if not tensor.numel():
-        return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    start = tensor.data_ptr()
-    return start, start + reach * tensor.itemsize
+    start = tensor.data_ptr() if tensor.numel() else 0
+    return start, start + count_spanned_bytes(tensor)

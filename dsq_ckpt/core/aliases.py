@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from dsq_ckpt.core.address_ranges import count_spanned_bytes
+
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -41,10 +43,8 @@ def missing_memory_problem(tensor: torch.Tensor) -> str | None:
     """Return why a tensor has less memory than its shape needs; None: it has enough, or its device does not tell."""
     if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
         return None
-    reach = tensor.numel()
-    if not tensor.is_contiguous():
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed, found = (tensor.storage_offset() + reach) * tensor.itemsize, tensor.untyped_storage().nbytes()
+    needed = tensor.storage_offset() * tensor.itemsize + count_spanned_bytes(tensor)
+    found = tensor.untyped_storage().nbytes()
     if found >= needed:
         return None
     return (

@@ -200,7 +200,7 @@ def _remove_checkpoint(checkpoint: Path) -> None:
     with suppress(OSError):
         if not checkpoint.is_symlink():
             checkpoint.rename(hidden)
-            shutil.rmtree(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _check_supported(accelerator: Accelerator) -> None:

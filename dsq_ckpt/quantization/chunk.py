@@ -141,10 +141,10 @@ class QuantizingChunk:
             map_blocks = map if workers is None else workers.map
             self._flat = chunk.compensation.compensate(self._flat, fitted, scale_of(self.exponent), map_blocks)
         self._fitted = fitted
-        cells = fitted.refined_cells
-        if self.refinement_bits != cells.bits:
+        cells = fitted.refined_cells if self.refinement_bits else None
+        if cells is not None and cells.bits != self.refinement_bits:
             cells = replace(cells, bits=self.refinement_bits)
-        self._cells = cells if self.refinement_bits else None
+        self._cells = cells
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._partition = None if fitted.partition_turn is None else fitted.partition_turn.slice_of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
