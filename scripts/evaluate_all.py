@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A line is the file's name and the command that makes it, to which `--json FILE` is added; `-`: it makes no file.
 # `{}` is the directory. A line that begins with spaces goes on with the command above.
+# What takes longer is not in the shortened set: NNCodec and ExCP, the long run, the bound of a whole run, strengths of
+# steps, other models and seeds.
 QUICK = """
 growth-llama            measure_chain.py --workload llama --saves 20 --every 20
 -                       evaluate.py record llama

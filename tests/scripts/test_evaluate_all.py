@@ -155,3 +155,8 @@ def test_all_that_can_be_drawn_is_drawn(tmp_path) -> None:
         (tmp_path / f"{name}.json").write_bytes((RESULTS / f"{name}.json").read_bytes())
     evaluate_all.draw(tmp_path)
     assert {file.stem for file in tmp_path.glob("*.png")} == {"offline-papers-gpt-seed0", "growth-gpt", "overview"}
+
+
+def test_the_page_says_how_many_commands_the_shortened_set_has() -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    assert f"runs {len(evaluate_all.steps(evaluate_all.QUICK, Path()))} commands" in page
