@@ -7,7 +7,7 @@ nothing reads does not exist. The defaults are those measured in `benchmarks/res
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, StrictBool, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,7 @@ from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook
 from dsq_ckpt.codebooks.update import Relative, Update
+from dsq_ckpt.config.delta import DeltaConfig
 from dsq_ckpt.config.renamed import RENAMED, current_keys
 from dsq_ckpt.config.storage import StorageConfig
 from dsq_ckpt.config.systems import SYSTEMS
@@ -29,10 +30,6 @@ from dsq_ckpt.errors import ConfigError
 LAYERS = ("embedding", "linear", "conv", "other")
 """Groups of weights by layer type."""
 
-_LINKS, _SIBLINGS = 4, 2
-"""Of `delta.max_chain: auto`, by measurement: benchmarks/results/parents-*.json and docs/design/files.md."""
-_DIFFERENCES = 32
-"""Of `delta.max_chain: auto` with `delta.against: values`, each of which is added to the one before."""
 
 class TensorConfig(StrictModel):
     """How the tensors of one kind (weights, first moments, ...) are stored."""
@@ -153,37 +150,6 @@ class QuantizeConfig(StrictModel):
             if not has_settings and (hint := group_hint(str(rule.group), LAYERS)) is not None:
                 raise ValueError(f"rules.{index}: {hint}")
         return self
-
-
-class DeltaConfig(StrictModel):
-    """Coding against the parent checkpoint."""
-
-    enabled: StrictBool = True
-    against: Literal["codes", "values"] = Field(
-        "codes", description="codes: given the parent's codes; values: the difference to the values the parent "
-        "decodes to (base layer), and bit for bit where there is no parent"
-    )
-    coder: Literal["rans", "huffman"] = Field(
-        "rans", description="rans: all codes, or a list of those that change, where few do; huffman: as in the papers"
-    )
-    rearrange: StrictBool = Field(True, description="huffman: deltas split by previous code")
-    run_length: StrictBool = Field(True, description="huffman: lengths of runs are coded")
-    max_chain: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = Field(
-        32, description="a keyframe at the latest after this many deltas, each against the one before; auto: "
-        "checkpoints share a parent, so that a load decodes few of them"
-    )
-
-    @property
-    def most_links(self) -> int:
-        """How many deltas a load may have to decode."""
-        if isinstance(self.max_chain, int):
-            return self.max_chain
-        return _DIFFERENCES if self.against == "values" else _LINKS
-
-    @property
-    def siblings(self) -> int:
-        """How many checkpoints in a row are coded against the same one."""
-        return 1 if isinstance(self.max_chain, int) or self.against == "values" else _SIBLINGS
 
 
 class SearchConfig(StrictModel):

@@ -17,6 +17,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.urls import RemoteError, is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.job import get_job_rank
+from dsq_ckpt.engine.chain_price import is_keyframe_cheaper
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory, ensure_shapes
 from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.engine.removed_ancestors import should_write_keyframe
@@ -197,7 +198,8 @@ def choose_parent(
         if problem is not None:
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
-    return None if parent == "auto" and should_write_keyframe(path, manifest) else candidate
+    frees = parent == "auto" and should_write_keyframe(path, manifest)
+    return None if frees or (parent == "auto" and is_keyframe_cheaper(path, manifest, candidate, config)) else candidate
 
 
 def has_refinement(path: Path, parent: ParentRef) -> bool:

@@ -90,7 +90,7 @@ class Checkpoint(CheckpointFiles):
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
         """
-        chain, count = self._read_chain(ref), math.prod(self.read_record(ref)["shape"])
+        chain, count = self.read_chain(ref), math.prod(self.read_record(ref)["shape"])
         # Each block passes the whole chain while its codes are in the cache, unless block sizes differ.
         sizes = {link.step for link in chain}
         step = sizes.pop() if len(sizes) == 1 else max(count, 1)
@@ -186,7 +186,7 @@ class Checkpoint(CheckpointFiles):
         if record["type"] != "coded" or "residual" in record:
             return None
         values = self._make_record_decoder(ref, record, refined)
-        chain = [] if ref in reuse.known else self._read_chain(ref)
+        chain = [] if ref in reuse.known else self.read_chain(ref)
         if any(link.step != values.step for link in chain):
             return None
         factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None = None
@@ -368,7 +368,7 @@ class Checkpoint(CheckpointFiles):
             return coder_class(tree["coder"]).from_bytes(self.open_reader(file).read(Block(*tree["model"])))
 
     @translate_record_errors
-    def _read_chain(self, ref: RecordRef) -> list[ChainRecord]:
+    def read_chain(self, ref: RecordRef) -> list[ChainRecord]:
         """Return the records that the codes of a chunk are decoded from, from its keyframe on."""
         count = math.prod(self.read_record(ref)["shape"])
         if self.read_record(ref)["type"] == "merged":

@@ -14,6 +14,7 @@ import os
 import random
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
 from dsq_ckpt.storage.atomic_io import add_path_to_errors
 from dsq_ckpt.storage.backend import get_storage
+from dsq_ckpt.storage.write_speed import write_speed
 
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
@@ -77,6 +79,7 @@ class ContainerWriter:
         self.path = directory / name
         self._hash = xxhash.xxh3_64()
         self._offset = 0
+        self._seconds = 0.0
         self._file = get_storage(self.path).create(self.path, fsync=fsync, buffering=1 << 20)
         self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
 
@@ -101,13 +104,17 @@ class ContainerWriter:
         block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
         with add_path_to_errors(self.path, f"before all {self._offset} bytes of it were written"):
+            started = time.perf_counter()
             self._file.complete()
+            write_speed.add(self._offset, self._seconds + time.perf_counter() - started)
         self._file.publish()
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 
     def _append(self, data: bytes | memoryview) -> None:
         with add_path_to_errors(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
+            started = time.perf_counter()
             self._file.stream.write(data)
+            self._seconds += time.perf_counter() - started
         self._hash.update(data)
         self._offset += len(data)
 

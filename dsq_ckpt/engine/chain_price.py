@@ -1,0 +1,152 @@
+"""Price of a chain: a keyframe takes longer to write than a delta, and makes the restores to come shorter.
+
+Used where `delta.failure_interval` tells how often a run is restored. Speeds are measured in the process that saves.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from dsq_ckpt.coding import decoding_tasks
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.core.workers import Scratch
+from dsq_ckpt.engine.history import ParentRef
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.storage.chain_decoding import ChainRecord, decode_chain
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.predecessors import iter_predecessors
+from dsq_ckpt.storage.shard import RecordRef
+from dsq_ckpt.storage.write_speed import write_speed
+
+_WINDOW = 12
+"""Checkpoints whose times and restores are looked at; their manifests are in the cache."""
+
+
+class ChainPrice(NamedTuple):
+    """Costs of a chain, in seconds of a rank.
+
+    Attributes:
+        keyframe: time to write the bytes that a keyframe has beyond a delta.
+        delta: time that a restore takes to decode a delta.
+        restores: restores that each checkpoint is expected to serve.
+    """
+
+    keyframe: float
+    delta: float
+    restores: float
+
+    def allows_delta(self, depth: int, siblings: int) -> bool:
+        """Return whether a delta against the end of a chain costs no more than the chain does per checkpoint so far.
+
+        Later deltas cost more than earlier ones, so the mean is least where the next one costs more than that.
+
+        Args:
+            depth: deltas in the chain.
+            siblings: checkpoints that are coded against the same one.
+        """
+        each = self.restores * self.delta
+        mean = (self.keyframe + each * siblings * depth * (depth + 1) / 2) / (1 + siblings * depth)
+        return each * (depth + 1) <= mean
+
+
+def is_keyframe_cheaper(path: Path, manifest: Manifest, candidate: ParentRef, config: DSQConfig) -> bool:
+    """Return whether a keyframe is expected to cost less time than one more delta; False where that is unknown.
+
+    It is unknown before this process has written a file, on object stores, and for differences of values.
+
+    Args:
+        path: the checkpoint that the next one would be coded against.
+        manifest: its manifest.
+        candidate: the same, with its place in the run.
+        config: the time between failures, and threads.
+    """
+    interval = config.delta.failure_interval
+    if interval is None or manifest.depth == 0 or is_remote(path) or config.delta.against == "values":
+        return False
+    with suppress(DSQError, OSError):
+        restores = expect_restores(path, manifest, candidate, interval)
+        price = None if restores == 0 else _measure_price(path, manifest, config, restores)
+        return price is not None and not price.allows_delta(manifest.depth, config.delta.siblings)
+    return False
+
+
+def expect_restores(path: Path, manifest: Manifest, candidate: ParentRef, interval: float | str) -> float:
+    """Return how many restores a checkpoint is expected to serve: the time until the next one, over that of a failure.
+
+    Args:
+        path: the newest checkpoint of the chain.
+        manifest: its manifest.
+        candidate: the same, with the number of restores up to now.
+        interval: seconds between failures; "observed": those of the last checkpoints, by the restores since.
+    """
+    now, older = time.time(), [entry for _, entry in islice(iter_predecessors(path), _WINDOW - 1)]
+    times = [manifest.created, *(entry.created for entry in older)]
+    gaps = [newer - before for newer, before in pairwise(times)] or [now - manifest.created]
+    if interval == "observed":
+        restores = candidate.lossy_resumes - (older[-1] if older else manifest).lossy_resumes
+        rate = restores / max(now - times[-1], 1e-3)
+    else:
+        rate = 1 / float(interval)
+    return max(median(gaps), 0.0) * rate
+
+
+def _measure_price(path: Path, manifest: Manifest, config: DSQConfig, restores: float) -> ChainPrice | None:
+    bytes_of = Counter[str]()
+    for file in manifest.files:
+        if file.role in ("own", "ancestor"):
+            bytes_of[file.name[:16]] += file.size
+    speed, seconds = write_speed.get(), _time_delta(path, manifest)
+    if speed is None or seconds is None:
+        return None
+    elements = sum(report.elements for report in manifest.groups.values() if report.delta)
+    added = max(bytes_of.values()) - bytes_of[manifest.save_id]
+    ranks, threads = max(manifest.ranks, 1), config.storage.thread_count()
+    return ChainPrice(added / ranks / speed, seconds * elements / ranks / threads, restores)
+
+
+def _time_delta(path: Path, manifest: Manifest) -> float | None:
+    """Return the seconds that a thread takes for an element of a delta, by the first block of the largest chunk."""
+    own = sorted(file.name for file in manifest.files if file.role == "own")
+    with Checkpoint(path, lazy=True) as checkpoint:
+        for name in own:
+            with checkpoint.translate_errors(name):
+                sizes = {
+                    math.prod(record["shape"]): number
+                    for number, record in enumerate(checkpoint.open_reader(name).contents["records"])
+                    if record["type"] == "coded" and "parent" in record
+                }
+                if not sizes:
+                    continue
+                chain = checkpoint.read_chain(RecordRef(name, sizes[max(sizes)]))
+                count = min(max(sizes), min(link.step for link in chain))
+                if len({link.step for link in chain}) == 1 and count:
+                    return _time_deltas(chain, count) / (len(chain) - 1) / count
+    return None
+
+
+def _time_deltas(chain: Sequence[ChainRecord], count: int) -> float:
+    """Return the seconds that a thread takes to decode the first `count` codes of all deltas of a chain."""
+    codes, other = np.empty(count, np.uint8), np.empty(count, np.uint8)
+    span, scratch, seconds = slice(0, count), Scratch(), 0.0
+    decoding_tasks.run_task(decode_chain(chain[:1], span, codes, scratch))
+    for record in chain[1:]:
+        started = time.perf_counter()
+        if record.in_place:
+            decoding_tasks.run_task(record.update(span, codes, scratch))
+        else:
+            decoding_tasks.run_task(record.decode(span, codes, other, scratch))
+            codes, other = other, codes
+        seconds += time.perf_counter() - started
+    return seconds
