@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
+from dsq_ckpt.dcp import write_step
 from dsq_ckpt.dcp import writer as writer_module
 from dsq_ckpt.dcp.staging import LocalPlanData
 from dsq_ckpt.distributed.comm import SingleProcess
@@ -288,6 +289,7 @@ def simulated(ranks: int, ledger: Ledger, directory: Path) -> Iterator[None]:
     with (
         patch.object(state_dict_saver, "_DistWrapper", SimulatedRanks),
         patch.object(writer_module, "communicator", lambda *_: SimulatedCommunicator(ranks, ledger)),
+        patch.object(write_step, "communicator", lambda *_: SimulatedCommunicator(ranks, ledger)),
         patch.object(dcp.DefaultSavePlanner, "create_global_plan", create_global_plan),
     ):
         yield
