@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
     from dsq_ckpt.engine.chain import latest
     from dsq_ckpt.engine.history import SaveHistory
-    from dsq_ckpt.engine.history import forget as forget
     from dsq_ckpt.engine.merging import merge
     from dsq_ckpt.engine.result import SaveResult
     from dsq_ckpt.errors import (
@@ -60,7 +59,7 @@ _MODULES = {
     "engine.merging": ("merge",),
     "api.exploring": ("Tradeoff", "explore"),
     "api.oneshot": ("compress",),
-    "engine.history": ("SaveHistory", "forget"),
+    "engine.history": ("SaveHistory",),
     "engine.result": ("SaveResult",),
     "storage.pickle_refs": ("decode",),
 }

@@ -140,11 +140,11 @@ def _imported_later():
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests():
     """The chains a process remembers are module-level; every test starts without any."""
-    import dsq_ckpt
+    from dsq_ckpt.engine.history import default_history
 
-    dsq_ckpt.forget()
+    default_history().clear()
     yield
-    dsq_ckpt.forget()
+    default_history().clear()
 
 
 @pytest.fixture(scope="session")

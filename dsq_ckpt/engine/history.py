@@ -342,11 +342,6 @@ def default_history() -> SaveHistory:
     return _default_history
 
 
-def forget(path: str | os.PathLike[str] | None = None) -> None:
-    """Clear the default history; see `SaveHistory.clear`."""
-    _default_history.clear(path)
-
-
 def _get_by_key(key: str) -> SaveHistory:
     if key == _default_history._key:
         return _default_history

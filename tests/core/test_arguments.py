@@ -248,7 +248,7 @@ def test_a_line():
 
 @pytest.mark.parametrize("call", [
     dsq_ckpt.save, dsq_ckpt.async_save, dsq_ckpt.load, dsq_ckpt.compress, lambda state, path: dsq_ckpt.latest(path),
-    lambda state, path: dsq_ckpt.describe(path), lambda state, path: dsq_ckpt.forget(path),
+    lambda state, path: dsq_ckpt.describe(path), lambda state, path: dsq_ckpt.SaveHistory().clear(path),
     lambda state, path: export_torch(path, path), lambda state, path: dsq_ckpt.lowdiff.recover(path, NET, ADAM),
 ])
 def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, call):

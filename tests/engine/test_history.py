@@ -150,6 +150,6 @@ def test_a_run_that_is_reached_through_links_is_one_run(tmp_path):
     dsq_ckpt.load(state, link / "1", refinement=False)
     dsq_ckpt.save(state, real / "4")
     assert Manifest.read(real / "4").previous_name == "1"
-    dsq_ckpt.forget(real / "4")
+    default_history().clear(real / "4")
     dsq_ckpt.save(state, link / "5")
     assert Manifest.read(real / "5").depth == 0

@@ -15,6 +15,7 @@ from dsq_ckpt.engine import removed_ancestors, retention
 from dsq_ckpt.storage.gc import collect_garbage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
+from tests.helpers.new_process import begin_new_process
 from tests.helpers.states import flat_tensors, mixed_state
 
 
@@ -184,7 +185,7 @@ def test_a_copy_of_hard_links_keeps_its_refinement(tmp_path, source):
     if source != "alone":
         shutil.copytree(paths[1], best, copy_function=os.link)
     resumed = best if source == "best" else paths[1]
-    dsq_ckpt.forget()
+    begin_new_process()
     dsq_ckpt.load(mixed_state(), resumed)
     for number in range(2, 5):
         dsq_ckpt.save(mixed_state(), tmp_path / f"step-{number}", config={"refinement": {"keep_last": 1}})

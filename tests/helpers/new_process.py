@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dsq_ckpt
+from dsq_ckpt.engine.history import default_history
 
 
 def begin_new_process() -> None:
@@ -10,4 +10,4 @@ def begin_new_process() -> None:
 
     Callers of `save`, `load`, `Compressor` and `DSQStorageWriter` pass a `SaveHistory` instead.
     """
-    dsq_ckpt.forget()
+    default_history().clear()
