@@ -109,7 +109,8 @@ def test_it_works_with_what_it_requires_alone(environment, tmp_path):
     def run(*command: str) -> str:
         done = subprocess.run(
             [str(environment / "bin" / command[0]), *command[1:]], cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "NUMBA_DISABLE_JIT": "1"},  # kernels of a new place would be compiled, for ten seconds
+            # A checkout there would be imported in place of it. Kernels of a new place are compiled, for ten seconds.
+            env={**os.environ, "PYTHONPATH": "", "NUMBA_DISABLE_JIT": "1"},
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
