@@ -251,24 +251,6 @@ def extend_group_lifetimes() -> None:
             extend_lifetime(group)
 
 
-def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:
-    """Return the sum of `counts` over all ranks. A failed rank takes part too, and then every rank raises.
-
-    Raises:
-        DSQError: on every rank if one failed: its own error there, `FailedElsewhere` on the others.
-        BaseException: an exception that is no `Exception`, such as KeyboardInterrupt, unchanged on its rank.
-    """
-
-    def status() -> Counts:
-        if failure is not None:
-            raise failure
-        return counts.flatten()
-
-    total = run_on_all_ranks(comm, status)  # before the sum: a failed rank may not know the shape of the array
-    comm.sum(total)
-    return total
-
-
 def get_group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     """Return the timeout of the collectives of a group; None: unknown."""
     if group is None:

@@ -1,8 +1,8 @@
 """The global sketch of a save: counts of its values over all ranks, from which codebooks are fitted.
 
-One all-reduce per save carries the octaves of every tensor (2 KiB each) and the joint sketch of every group. Outliers,
-non-finite values and the size of gradients are read from the octaves. A second all-reduce is needed for groups that are
-refit, whose scales changed, or that weigh elements by sensitivity.
+One all-reduce per save carries the octaves of every tensor and the joint sketch of every group, without columns that
+are empty on all ranks. Outliers, non-finite values and the size of gradients are read from the octaves. A second
+all-reduce is needed for groups that are refit, whose scales changed, or that weigh elements by sensitivity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.interrupts import run_pending_handlers
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, sum_with_status
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
+from dsq_ckpt.distributed.counts import sum_counts
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.analysis import GlobalSketch, ImportanceClasses
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
@@ -132,7 +133,7 @@ def build_global_sketch(
         return chunks, sketches
 
     result, failure = _attempt(first_pass)
-    _merge([octaves, faint, sums, *joint.values(), *by_importance.values()], comm, failure)
+    sum_counts(comm, [octaves, faint, sums, *joint.values(), *by_importance.values()], failure)
     octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
     chunks, sketches = result or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
@@ -168,7 +169,7 @@ def build_global_sketch(
 
     if second_counts:
         _, failure = _attempt(second_pass)
-        _merge(list(second_counts.values()), comm, failure)
+        sum_counts(comm, list(second_counts.values()), failure)
     plain = {
         group for group, config in layout.groups.items()
         if config.codebook.coordinates == "values" and not config.codebook.turns and not layout.residual
@@ -212,16 +213,3 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
         return result, None
     except BaseException as error:
         return None, error
-
-
-def _merge(arrays: Sequence[Counts], comm: Communicator, failure: BaseException | None) -> None:
-    """Sum all arrays over the ranks in one all-reduce, in place."""
-    if comm.size == 1:
-        sum_with_status(comm, np.zeros(0, np.int64), failure)
-        return
-    flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.int64)
-    merged = sum_with_status(comm, flat, failure)
-    start = 0
-    for array in arrays:
-        array[...] = merged[start : start + array.size].reshape(array.shape)
-        start += array.size

@@ -13,8 +13,8 @@ from dsq_ckpt.distributed.comm import (
     FailedElsewhere,
     RankUnreachable,
     run_on_all_ranks,
-    sum_with_status,
 )
+from dsq_ckpt.distributed.counts import sum_counts
 from dsq_ckpt.distributed.rollback import roll_back_together
 
 
@@ -62,10 +62,11 @@ def _raise(error: BaseException | None) -> None:
 def _check_failures(comm: Communicator, culprit: int) -> None:
     """All ranks fail with one, and go on together."""
     counts = np.ones(5, np.int64)
-    assert sum_with_status(comm, counts, None).tolist() == [comm.size] * 5
+    sum_counts(comm, [counts], None)
+    assert counts.tolist() == [comm.size] * 5
 
     def sums() -> object:
-        return sum_with_status(comm, counts, ConfigError("wrong") if comm.rank == culprit else None)
+        return sum_counts(comm, [counts], ConfigError("wrong") if comm.rank == culprit else None)
 
     def bug() -> int:
         if comm.rank == culprit:
@@ -89,7 +90,7 @@ def _check_failures(comm: Communicator, culprit: int) -> None:
     # What is no Exception stays what it is where it was raised.
     for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit()):
         own = error if mine else None
-        for work in (partial(_raise, own), partial(sum_with_status, comm, counts, own)):
+        for work in (partial(_raise, own), partial(sum_counts, comm, [counts], own)):
             with pytest.raises(type(error) if mine else FailedElsewhere) as caught:
                 run_on_all_ranks(comm, work)
             says = f"rank {culprit} failed: {type(error).__name__}"
@@ -97,7 +98,7 @@ def _check_failures(comm: Communicator, culprit: int) -> None:
     if comm.size > 1:
         failed = "^" + "; ".join(f"rank {rank} failed: ValueError: a bug" for rank in range(1, comm.size)) + "$"
         with pytest.raises(SaveFailed, match="a bug" if comm.rank else failed):
-            sum_with_status(comm, counts, ValueError("a bug") if comm.rank else None)
+            sum_counts(comm, [counts], ValueError("a bug") if comm.rank else None)
     assert run_on_all_ranks(comm, lambda: comm.rank) == comm.rank
 
 
@@ -149,7 +150,7 @@ def _check_between_collectives(comm: Communicator, culprit: int) -> None:
             if mine and (depth, number) == (1, place):
                 raise MemoryError("no room")
             if sums:
-                sum_with_status(comm, np.ones(number + 1, np.int64), None)
+                sum_counts(comm, [np.ones(number + 1, np.int64)], None)
             else:
                 run_on_all_ranks(comm, lambda: work(depth + 1, place, True) if depth < 2 else None)
         return 1

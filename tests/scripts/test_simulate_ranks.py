@@ -18,7 +18,8 @@ def test_cached_plans_are_not_sent_again(tmp_path):
         assert cached["bytes"]["plans gathered"] < planned["bytes"]["plans gathered"] / 5
         assert cached["planner_seconds"] < planned["planner_seconds"]
         if ours:  # collectives within a save are counted too
-            assert min(save["bytes"]["sketches summed, each rank"] for save in (planned, cached)) > 2 << 10
+            summed = [save["bytes"]["sketches summed, each rank"] for save in (planned, cached)]
+            assert min(summed) > 2 << 10 and max(summed) < 1 << 20  # tables of groups without their empty columns
             assert cached["bytes"]["small gathers, each rank"] >= ranks << 12
     assert [Manifest.read(run / name).depth for name in ("000", "001")] == [0, 1]
     assert Manifest.read(run / "001").ranks == ranks

@@ -1,0 +1,99 @@
+"""Sums of counts over ranks: what is empty on all of them is not sent, and every sum is exact."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from dsq_ckpt.distributed.comm import FailedElsewhere
+from dsq_ckpt.distributed.counts import sum_counts
+
+RANKS = 3
+
+
+class Threads:
+    """A communicator whose ranks are threads; `sent` has the bytes of each sum."""
+
+    size = RANKS
+
+    def __init__(self, rank, values, barrier):
+        self.rank, self._values, self._barrier, self.sent = rank, values, barrier, []
+
+    def gather(self, value):
+        self._values[self.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def sum(self, counts):
+        self.sent.append(counts.nbytes)
+        counts[...] = np.sum(self.gather(counts.copy()), axis=0)
+
+
+def summed(by_rank, failures=(None,) * RANKS):
+    """Return the bytes that each rank sent; the arrays are summed in place."""
+    values, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=60)
+    comms = [Threads(rank, values, barrier) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(sum_counts, comms, by_rank, failures))
+    (sent,) = {tuple(comm.sent) for comm in comms}
+    return sum(sent)
+
+
+def check(by_rank):
+    """Every rank has the sums; return the bytes that it sent."""
+    expected = [np.sum(arrays, axis=0) for arrays in zip(*by_rank, strict=True)]
+    sent = summed(by_rank)
+    for arrays in by_rank:
+        for array, sums in zip(arrays, expected, strict=True):
+            np.testing.assert_array_equal(array, sums)
+            assert array.dtype == np.int64
+    return sent
+
+
+def sparse(rank, *shape, most=1000):
+    """Counts of which few columns are occupied, others on each rank."""
+    generator, counts = np.random.default_rng(rank), np.zeros(shape, np.int64)
+    if counts.size:
+        columns = generator.integers(0, shape[-1], 3)
+        counts[..., columns] = generator.integers(0, most, (*shape[:-1], 3), endpoint=True)
+    return counts
+
+
+@pytest.mark.parametrize("most", [1, 1000, (1 << 31) // RANKS, 1 << 31, 1 << 33, 1 << 52])
+def test_sums_are_exact(most):
+    shapes = ((5, 256), (5,), (4,), (0, 256), (0,), (7, 1001), (3, 5, 77), (1, 32518), (1, 1))
+    check([[sparse(rank, *shape, most=most) for shape in shapes] for rank in range(RANKS)])
+
+
+@pytest.mark.parametrize("below, size", [(1, 4), (0, 8)])
+def test_counts_take_8_bytes_only_if_a_sum_might_need_them(below, size):
+    most = -(-(1 << 31) // RANKS)
+    by_rank = [[np.full((4, 32), most - (below and 1 + rank), np.int64)] for rank in range(RANKS)]
+    assert check(by_rank) == 4 * 32 * size
+
+
+def test_nothing():
+    assert check([[] for _ in range(RANKS)]) == 0
+    assert check([[np.zeros((9, 900), np.int64)] for _ in range(RANKS)]) == 0
+
+
+def test_empty_columns_are_not_sent():
+    """Of two tables of 20,000 columns each rank occupies one block, and two ranks the same one."""
+    by_rank = [[np.zeros((50, 20000), np.int64), np.zeros((1, 20000), np.int64)] for _ in range(RANKS)]
+    for arrays, column in zip(by_rank, (640, 671, 19999), strict=True):
+        arrays[0][3, column] = 7
+        arrays[1][0, 5] = 1
+    assert check(by_rank) == (50 * 2 * 32 + 32) * 4
+
+
+def test_a_failure_is_everywhere():
+    by_rank = [[np.ones((2, 40), np.int64)] for _ in range(RANKS)]
+    by_rank[1] = []  # a rank that failed may not know the shapes
+    with pytest.raises((FailedElsewhere, MemoryError)):
+        summed(by_rank, [None, MemoryError("no room"), None])
+    assert all((array == 1).all() for arrays in by_rank for array in arrays)
