@@ -40,6 +40,7 @@ class _CacheState:
         sent_plans: on the coordinator, the last full plan sent to each rank.
         digests: digests of all ranks for which `layout` was made.
         layout: on the coordinator, the layout of all ranks.
+        exponents: exponents of the last save, as this rank computed them; None: it computed none.
     """
 
     digest: str | None = None
@@ -48,6 +49,7 @@ class _CacheState:
     sent_plans: Sequence[_SentPlan] = ()
     digests: Sequence[str | None] = ()
     layout: Layout | None = None
+    exponents: dict[str, float] | None = None
 
 
 class _SentPlan(NamedTuple):
@@ -58,10 +60,31 @@ class _SentPlan(NamedTuple):
     layout: Layout | None
 
 
-class _ContextWithoutLayout(NamedTuple):
-    """A context without its layout, which equals that of the rank's cached plan."""
+class _ShortContext(NamedTuple):
+    """A context without what the rank knows.
+
+    Attributes:
+        context: the context, without its layout, which equals that of the rank's cached plan.
+        has_exponents: whether it has the exponents of the parent; else they equal those of the rank's last save.
+    """
 
     context: SaveContext
+    has_exponents: bool = True
+
+    def complete(self, layout: Layout, exponents: dict[str, float] | None) -> SaveContext:
+        """Return the whole context."""
+        context = replace(self.context, layout=layout)
+        if self.has_exponents:
+            return context
+        assert context.model is not None and exponents is not None
+        return replace(context, model=replace(context.model, exponents=exponents))
+
+    def without_exponents(self) -> _ShortContext:
+        """Return the context for a rank that knows the exponents of the parent."""
+        model = self.context.model
+        if model is None:
+            return self
+        return _ShortContext(replace(self.context, model=replace(model, exponents={})), has_exponents=False)
 
 
 _NO_LAYOUT = Layout({}, {})
@@ -85,6 +108,7 @@ class CachedPlan:
         self._key = planner._cached_plans_key
         self._cache_state = _get_cache_state(self._key, call.ranks)
         self.items: list[WriteItem] = planner.plan.items
+        self._exponents: dict[str, float] | None = None
 
     @classmethod
     def from_stack(cls, plan: SavePlan) -> CachedPlan | None:
@@ -116,7 +140,10 @@ class CachedPlan:
         final = SavePlanner._cached_final_save_plan.get(self._key)
         origin = None if final is None else final.storage_data
         cached_save_id = origin.save_id if isinstance(origin, SaveContext) else None  # else another writer sent it
-        data = data._replace(digest=self._digest, cached_save_id=cached_save_id)
+        self._exponents = self._cache_state.exponents
+        data = data._replace(
+            digest=self._digest, cached_save_id=cached_save_id, exponents_digest=_compute_digest_of(self._exponents)
+        )
         if plan.usable or before != self._digest:
             return replace(self._planner.plan, storage_data=data)
         return replace(plan, storage_data=data._replace(content=None))
@@ -130,9 +157,13 @@ class CachedPlan:
         self._cache_state.digest = self._digest
         call = SaveCall.from_stack()
         context = (plan if call is None or call.central_plan is None else call.central_plan).storage_data
-        if isinstance(context, _ContextWithoutLayout) and isinstance(plan.storage_data, SaveContext):
-            return replace(context.context, layout=plan.storage_data.layout)
+        if isinstance(context, _ShortContext) and isinstance(plan.storage_data, SaveContext):
+            return context.complete(plan.storage_data.layout, self._exponents)
         return context if isinstance(context, SaveContext) else None
+
+    def keep_exponents(self, exponents: dict[str, float]) -> None:
+        """Keep the exponents of this save, so that the coordinator need not send them for the next one."""
+        self._cache_state.exponents = exponents
 
     def _swap_caches(self) -> None:
         """Swap DCP's cached plans for those of this number of ranks, which it would otherwise plan again."""
@@ -214,12 +245,15 @@ class GlobalPlan(NamedTuple):
             return [replace(plan, storage_data=context) for plan in self.sent]
         sent, sent_plans = [], []
         before = cache_state.sent_plans or [_SentPlan("", SavePlan([]), None)] * len(self.plans)
-        shortened = _ContextWithoutLayout(replace(context, layout=_NO_LAYOUT))
+        short = _ShortContext(replace(context, layout=_NO_LAYOUT))
+        shortest = short.without_exponents()
+        exponents_digest = _compute_digest_of(None if context.model is None else context.model.exponents)
         for plan, full_plan, data, last in zip(self.sent, self.plans, self.rank_data, before, strict=True):
             # DCP's comparison ignores dtypes.
             if not plan.usable and data.cached_save_id == last.save_id and _is_same_plan(full_plan, last.plan):
                 sent_plans.append(last._replace(plan=full_plan))
-                sent.append(replace(plan, storage_data=shortened if last.layout == context.layout else context))
+                message = shortest if data.exponents_digest == exponents_digest else short
+                sent.append(replace(plan, storage_data=message if last.layout == context.layout else context))
             else:
                 sent_plans.append(_SentPlan(context.save_id, full_plan, context.layout))
                 sent.append(replace(full_plan, storage_data=context))
@@ -251,6 +285,10 @@ def _compute_digest(items: Sequence[WriteItem], planner_data: object, layout: La
     settings = sorted(layout.settings)  # sets have no order
     text = repr((ranks, rows, planner_data, replace(layout, settings=frozenset()), settings))
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def _compute_digest_of(exponents: dict[str, float] | None) -> str | None:
+    return None if exponents is None else xxhash.xxh3_128_hexdigest(repr(exponents).encode("utf-8", "surrogatepass"))
 
 
 def _describe_stale_plan(problem: str, planner: SavePlanner) -> str:

@@ -71,12 +71,14 @@ class LocalPlanData(NamedTuple):
         content: layout of its tensors, or staged chunks and names of objects; None: the layout of the cached plan.
         digest: digest of its plan and layout; None: the planner does not cache plans.
         cached_save_id: id of the save that sent the final plan in the planner's cache; None: no plan of this package.
+        exponents_digest: digest of the exponents of its last save; None: it keeps none.
     """
 
     settings: RankSettings
     content: Layout | frozenset[ChunkKey | str] | None
     digest: str | None = None
     cached_save_id: str | None = None
+    exponents_digest: str | None = None
 
 
 @dataclass(frozen=True)

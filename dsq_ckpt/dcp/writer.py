@@ -257,7 +257,10 @@ class DSQStorageWriter(CheckpointLocation, SynchronousStager, WriteStep, Storage
         stored, tied = tied_items.select_stored(items), tied_items.primary_keys
         objects = iterate_objects(plan.items, planner)
         local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
-        return self._pipeline.quantize(context, local, comm, workers)
+        state = self._pipeline.quantize(context, local, comm, workers)
+        if self._cached_plan is not None:
+            self._cached_plan.keep_exponents(state.plan.analysis.exponents)
+        return state
 
     @dcp_step(SaveFailed)
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,6 +1,7 @@
 """`enable_plan_caching` of DCP's planner: what is saved is the present state, whatever was planned before."""
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
+from dsq_ckpt.dcp import cached_plans
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.processes import torchrun
 from tests.helpers.states import find_differences, flat_tensors, load_copy, mixed_state, perturb
@@ -81,6 +83,40 @@ def test_a_run_is_planned_once(tmp_path):
         assert Manifest.read(path).depth == Manifest.read(plain).depth == number
         assert find_differences(load_copy(path, state), load_copy(plain, state)) == []
         state = perturb(state, number)
+
+
+def test_exponents_of_the_parent_are_sent_only_to_ranks_that_do_not_know_them(tmp_path, monkeypatch):
+    """A rank knows those of its own last save; it may have lost them, or the parent may be another one."""
+    sent, with_context = [], cached_plans.GlobalPlan.with_context
+
+    def record(plan, context):
+        messages = with_context(plan, context)
+        sent.append((context.model.exponents if context.model else {}, pickle.loads(pickle.dumps(messages))[0]))
+        return messages
+
+    monkeypatch.setattr(cached_plans.GlobalPlan, "with_context", record)
+    first = {"a.weight": torch.randn(64, 96), "b.weight": torch.randn(64, 96), "c.weight": torch.randn(64, 96) / 100}
+    states = [{name: value + value.std() * torch.randn(64, 96) / 100 for name, value in first.items()}
+              for _ in range(6)]
+    for number, state in enumerate(states):
+        state["b.weight"] *= 1e-4 if number < 2 else 1e3
+    for number, state in enumerate(states):
+        parent = tmp_path / "cached" / "1" if number == 5 else "auto"
+        if number == 4:
+            for cache_state in cached_plans._cache_states.values():
+                cache_state.exponents = None
+        save(state, tmp_path / "cached" / str(number), config=None, parent=parent)
+        save(state, tmp_path / "plain" / str(number), config=None, cached=False,
+             parent=tmp_path / "plain" / "1" if number == 5 else "auto")
+        one, other = (load_copy(tmp_path / run / str(number), state) for run in ("cached", "plain"))
+        assert find_differences(one, other) == []
+    sent = sent[::2]  # every other save caches no plans
+    known = [exponents for exponents, _ in sent]
+    assert all(known[1:]) and known[3] != known[2] == known[5]
+    messages = [message.storage_data for _, message in sent]
+    assert [isinstance(message, cached_plans._ShortContext) for message in messages] == [False] + [True] * 5
+    contexts = [message.context for message in messages[1:]]
+    assert [context.model.exponents for context in contexts] == [{}, {}, {}, known[4], known[5]]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adamax, torch.optim.Rprop, torch.optim.Muon])
