@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -32,6 +32,15 @@ from dsq_ckpt.storage.write_speed import write_speed
 
 _WINDOW = 12
 """Checkpoints whose times and restores are looked at; their manifests are in the cache."""
+_MOST_RESTORES = 1e9
+"""Restores of a checkpoint beyond which a chain has one delta, with an interval however small."""
+_MEASURED_DEPTH, _KEPT_TIMES = 4, 64
+"""Deltas of a chain by which the time of one is measured, since all files of a chain are opened for that; and
+checkpoints whose times are kept."""
+_PASSES = 2
+"""Decodings of which the fastest counts: the first one of a process may load code and fill caches."""
+_delta_times: dict[str, float] = {}
+"""Seconds that a thread takes for an element of a delta, by the save id of the checkpoint that it was measured at."""
 
 
 class ChainPrice(NamedTuple):
@@ -95,11 +104,12 @@ def expect_restores(path: Path, manifest: Manifest, candidate: ParentRef, interv
     times = [manifest.created, *(entry.created for entry in older)]
     gaps = [newer - before for newer, before in pairwise(times)] or [now - manifest.created]
     if interval == "observed":
-        restores = candidate.lossy_resumes - (older[-1] if older else manifest).lossy_resumes
-        rate = restores / max(now - times[-1], 1e-3)
+        restores = max(candidate.lossy_resumes - (older[-1] if older else manifest).lossy_resumes, 0)
+        # A clock that was set back is behind them all.
+        found = median(gaps) * restores / max(max(now, *times) - min(times), 1e-3)
     else:
-        rate = 1 / float(interval)
-    return max(median(gaps), 0.0) * rate
+        found = median(gaps) / float(interval)
+    return min(max(found, 0.0), _MOST_RESTORES)
 
 
 def _measure_price(path: Path, manifest: Manifest, config: DSQConfig, restores: float) -> ChainPrice | None:
@@ -107,13 +117,33 @@ def _measure_price(path: Path, manifest: Manifest, config: DSQConfig, restores: 
     for file in manifest.files:
         if file.role in ("own", "ancestor"):
             bytes_of[file.name[:16]] += file.size
-    speed, seconds = write_speed.get(), _time_delta(path, manifest)
+    speed = write_speed.get()
+    seconds = None if speed is None else _recall_delta_time(path, manifest, bytes_of.keys())
     if speed is None or seconds is None:
         return None
     elements = sum(report.elements for report in manifest.groups.values() if report.delta)
     added = max(bytes_of.values()) - bytes_of[manifest.save_id]
     ranks, threads = max(manifest.ranks, 1), config.storage.thread_count()
     return ChainPrice(added / ranks / speed, seconds * elements / ranks / threads, restores)
+
+
+def _recall_delta_time(path: Path, manifest: Manifest, chain: Collection[str]) -> float | None:
+    """Return `_time_delta`, for a long chain as it was at a checkpoint of the chain, if this process measured one.
+
+    Args:
+        path: the checkpoint.
+        manifest: its manifest.
+        chain: save ids of its chain.
+    """
+    known = [seconds for save_id, seconds in list(_delta_times.items()) if save_id in chain]
+    if known and manifest.depth > _MEASURED_DEPTH:
+        return known[-1]
+    seconds = _time_delta(path, manifest)
+    if seconds is not None:
+        _delta_times[manifest.save_id] = seconds
+        for save_id in list(_delta_times)[:-_KEPT_TIMES]:
+            _delta_times.pop(save_id, None)
+    return seconds
 
 
 def _time_delta(path: Path, manifest: Manifest) -> float | None:
@@ -132,7 +162,8 @@ def _time_delta(path: Path, manifest: Manifest) -> float | None:
                 chain = checkpoint.read_chain(RecordRef(name, sizes[max(sizes)]))
                 count = min(max(sizes), min(link.step for link in chain))
                 if len({link.step for link in chain}) == 1 and count:
-                    return _time_deltas(chain, count) / (len(chain) - 1) / count
+                    seconds = min(_time_deltas(chain, count) for _ in range(_PASSES))
+                    return seconds / (len(chain) - 1) / count
     return None
 
 

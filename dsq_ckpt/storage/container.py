@@ -106,7 +106,8 @@ class ContainerWriter:
         with add_path_to_errors(self.path, f"before all {self._offset} bytes of it were written"):
             started = time.perf_counter()
             self._file.complete()
-            write_speed.add(self._offset, self._seconds + time.perf_counter() - started)
+            if not is_remote(self.path):
+                write_speed.add(self._offset, self._seconds + time.perf_counter() - started)
         self._file.publish()
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 

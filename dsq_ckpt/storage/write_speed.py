@@ -1,7 +1,8 @@
-"""Speed at which this process writes data files."""
+"""Speed at which this process writes data files to directories."""
 
 from __future__ import annotations
 
+import os
 import threading
 
 _MOST_BYTES = 1 << 30
@@ -26,5 +27,10 @@ class WriteSpeed:
         with self._lock:
             return self._bytes / self._seconds if self._bytes and self._seconds else None
 
+    def renew_lock(self) -> None:
+        """Replace the lock, which a thread of the parent may have held when this process was forked."""
+        self._lock = threading.Lock()
+
 
 write_speed = WriteSpeed()
+os.register_at_fork(after_in_child=write_speed.renew_lock)

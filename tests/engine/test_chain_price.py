@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from types import SimpleNamespace
 
@@ -66,7 +67,9 @@ def test_the_chain_ends_where_a_checkpoint_costs_least(siblings, keyframe, delta
 
 @pytest.mark.parametrize("delta, expected", [
     ({"failure_interval": 1e-9}, [0, 1, 0, 1, 0, 1, 0]),
+    ({"failure_interval": 5e-324}, [0, 1, 0, 1, 0, 1, 0]),  # more restores than a float has
     ({"failure_interval": 1e9}, [0, 1, 2, 3, 4, 5, 6]),
+    ({"failure_interval": 1e300}, [0, 1, 2, 3, 4, 5, 6]),
     ({"failure_interval": None}, [0, 1, 2, 3, 4, 5, 6]),
     ({"failure_interval": "observed"}, [0, 1, 2, 3, 4, 5, 6]),  # there was none
     ({"failure_interval": 1e9, "max_chain": 3}, [0, 1, 2, 3, 0, 1, 2]),
@@ -97,6 +100,38 @@ def test_expected_restores(interval, expected, monkeypatch, tmp_path):
     assert found == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("count, restores, expected", [(4, 2, 2 / 3), (12, 2, 2 / 11), (4, -1, 0.0)])
+def test_restores_are_observed_after_the_clock_was_set_back(count, restores, expected, monkeypatch, tmp_path):
+    """Checkpoints then follow the newest one by a millisecond each, ahead of the clock."""
+    created = [time.time() + 3600 - number / 1000 for number in range(count)]
+    entries = [SimpleNamespace(created=at, lossy_resumes=2) for at in created]
+    monkeypatch.setattr(chain_price, "iter_predecessors", lambda path: iter([(path, entry) for entry in entries[1:]]))
+    candidate = SimpleNamespace(lossy_resumes=2 + restores)
+    found = chain_price.expect_restores(tmp_path, entries[0], candidate, "observed")
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_long_chains_are_not_read_again_for_each_save(speeds, tmp_path, monkeypatch):
+    """The time of a delta is that of the chain's first ones; a new process measures once what it restored."""
+    depths = []
+    monkeypatch.setattr(chain_price, "_time_delta", lambda path, manifest: depths.append(manifest.depth) or 1e-9)
+    run, history = states(), SaveHistory()
+    for number in range(14):
+        if number == 9:
+            chain_price._delta_times.clear()  # as in a new process
+        config = {**OPTIONS, "delta": {"failure_interval": 1e9}}
+        dsq_ckpt.save(next(run), tmp_path / f"{number:02d}", config=config, history=history)
+    assert Manifest.read(tmp_path / "13").depth == 13
+    assert depths == [1, 2, 3, 4, 8]
+
+
+def test_the_first_decoding_of_a_process_is_not_taken_for_the_speed(tmp_path, monkeypatch):
+    save_all(tmp_path, 3, {})
+    times = iter([7.0, 0.5])  # what is compiled or read at first
+    monkeypatch.setattr(chain_price, "_time_deltas", lambda *_: next(times))
+    assert chain_price._time_delta(tmp_path / "02", Manifest.read(tmp_path / "02")) == 0.5 / 2 / 1024
+
+
 def test_speeds_are_measured(tmp_path):
     save_all(tmp_path, 3, {})
     path, config = tmp_path / "02", dsq_ckpt.DSQConfig.create(OPTIONS)
@@ -114,6 +149,23 @@ def test_the_speed_of_writing_follows_the_last_gigabytes():
     for _ in range(20):
         speed.add(1 << 30, 2.0)
     assert speed.get() == pytest.approx(1 << 29, rel=0.05)
+
+
+def test_object_stores_do_not_count_as_the_disk(tmp_path):
+    before = dict(vars(chain_price.write_speed))
+    dsq_ckpt.save(next(states()), "memory://speeds/1", config=OPTIONS)
+    assert vars(chain_price.write_speed) == before
+    dsq_ckpt.save(next(states()), tmp_path / "1", config=OPTIONS)
+    assert vars(chain_price.write_speed) != before
+
+
+def test_a_forked_child_can_write_while_the_parent_counted_a_file():
+    speed = chain_price.write_speed
+    with speed._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if speed._lock.acquire(timeout=1) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_named_parent_and_differences_have_no_price(speeds, tmp_path):
