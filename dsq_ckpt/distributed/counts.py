@@ -11,6 +11,7 @@ import numpy as np
 
 from dsq_ckpt.core.arrays import I64, U8, Counts, Mask
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
+from dsq_ckpt.errors import SaveFailed
 
 _COLUMNS = 32
 """Adjacent columns that are sent or omitted together."""
@@ -24,10 +25,12 @@ class _Summary(NamedTuple):
     Attributes:
         largest: largest count.
         occupied: one bit for each block of columns, set if the block is not all zero; compressed.
+        shapes: checksum of the shapes.
     """
 
     largest: int
     occupied: bytes
+    shapes: int
 
 
 def sum_counts(comm: Communicator, arrays: Sequence[Counts], failure: BaseException | None) -> None:
@@ -43,6 +46,7 @@ def sum_counts(comm: Communicator, arrays: Sequence[Counts], failure: BaseExcept
 
     Raises:
         DSQError: on every rank if one failed: its own error there, `FailedElsewhere` on the others.
+        SaveFailed: on every rank if shapes differ.
         BaseException: an exception that is no `Exception`, such as KeyboardInterrupt, unchanged on its rank.
     """
 
@@ -54,9 +58,14 @@ def sum_counts(comm: Communicator, arrays: Sequence[Counts], failure: BaseExcept
     summaries = [summary for summary in gather_from_all_ranks(comm, summarize) if summary is not None]
     if not summaries:
         return
+    if odd := [rank for rank, summary in enumerate(summaries) if summary.shapes != summaries[0].shapes]:
+        ranks = ", ".join(map(str, odd[:3])) + (", ..." if len(odd) > 3 else "")
+        raise SaveFailed(f"rank(s) {ranks} counted values in tables of other sizes than rank 0")
     columns = _find_occupied_columns(arrays, summaries)
     parts = [array[..., occupied] for array, occupied in zip(arrays, columns, strict=True)]
     flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else np.zeros(0, np.int64)
+    if not flat.size:
+        return
     if sum(summary.largest for summary in summaries) < _NARROW:
         pairs = np.zeros(-(-flat.size // 2), np.int64)
         pairs.view(np.uint32)[: flat.size] = flat
@@ -74,7 +83,9 @@ def _summarize(arrays: Sequence[Counts]) -> _Summary:
     largest = [array.max(axis=tuple(range(array.ndim - 1)), initial=0) for array in arrays]
     blocks = [_split_columns(counts).any(axis=1) for counts in largest]
     packed = np.packbits(np.concatenate(blocks)) if blocks else np.zeros(0, np.uint8)
-    return _Summary(max((int(counts.max(initial=0)) for counts in largest), default=0), zlib.compress(packed.tobytes()))
+    most = max((int(counts.max(initial=0)) for counts in largest), default=0)
+    shapes = zlib.crc32(repr([array.shape for array in arrays]).encode())
+    return _Summary(most, zlib.compress(packed.tobytes()), shapes)
 
 
 def _split_columns(counts: I64) -> I64:

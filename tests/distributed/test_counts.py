@@ -10,6 +10,7 @@ import pytest
 
 from dsq_ckpt.distributed.comm import FailedElsewhere
 from dsq_ckpt.distributed.counts import sum_counts
+from dsq_ckpt.errors import SaveFailed
 
 RANKS = 3
 
@@ -41,6 +42,7 @@ def summed(by_rank, failures=(None,) * RANKS):
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(sum_counts, comms, by_rank, failures))
     (sent,) = {tuple(comm.sent) for comm in comms}
+    assert 0 not in sent, "a sum without counts is no collective"
     return sum(sent)
 
 
@@ -97,3 +99,24 @@ def test_a_failure_is_everywhere():
     with pytest.raises((FailedElsewhere, MemoryError)):
         summed(by_rank, [None, MemoryError("no room"), None])
     assert all((array == 1).all() for arrays in by_rank for array in arrays)
+
+
+@pytest.mark.parametrize("others", [
+    [(4, 64)],  # a block more
+    [(4, 32), (4, 32)],
+    [(5, 32)],
+    [(4, 32 * 100)],  # more than a byte of blocks
+    [],
+])
+def test_ranks_that_count_differently_fail_together(others):
+    """No rank waits in a sum for counts that others do not have, or adds those of other tensors to its own."""
+    by_rank = [[np.ones((4, 32), np.int64)] for _ in range(RANKS)]
+    by_rank[2] = [np.ones(shape, np.int64) for shape in others]
+    values, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=60)
+    comms = [Threads(rank, values, barrier) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        pending = [pool.submit(sum_counts, comm, arrays, None) for comm, arrays in zip(comms, by_rank, strict=True)]
+        errors = [future.exception() for future in pending]
+    assert {type(error) for error in errors} == {SaveFailed}
+    assert {str(error) for error in errors} == {"rank(s) 2 counted values in tables of other sizes than rank 0"}
+    assert all((array == 1).all() for arrays in by_rank for array in arrays) and not any(comm.sent for comm in comms)
