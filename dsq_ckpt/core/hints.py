@@ -75,7 +75,7 @@ _EXPECTED_TEXTS = {
 """Texts by pydantic's error type."""
 NOT_REGISTERED = "not_registered"
 """An additional error type: a name that is not in a registry. Its context has the expected names."""
-_UNION_LABELS = ("bool", "constrained-int", "literal['auto']")
+_UNION_LABELS = ("bool", "constrained-int", "constrained-float", "literal['auto']", "literal['observed']")
 """Pydantic's labels of the alternatives of a field."""
 
 

@@ -5,6 +5,7 @@ Used where `delta.failure_interval` tells how often a run is restored. Speeds ar
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
 from dsq_ckpt.storage.shard import RecordRef
 from dsq_ckpt.storage.write_speed import write_speed
+
+logger = logging.getLogger(__name__)
 
 _WINDOW = 12
 """Checkpoints whose times and restores are looked at; their manifests are in the cache."""
@@ -84,11 +87,21 @@ def is_keyframe_cheaper(path: Path, manifest: Manifest, candidate: ParentRef, co
     interval = config.delta.failure_interval
     if interval is None or manifest.depth == 0 or is_remote(path) or config.delta.against == "values":
         return False
+    price, unknown = None, "files of the chain cannot be read"
     with suppress(DSQError, OSError):
         restores = expect_restores(path, manifest, candidate, interval)
         price = None if restores == 0 else _measure_price(path, manifest, config, restores)
-        return price is not None and not price.allows_delta(manifest.depth, config.delta.siblings)
-    return False
+        unknown = "no speed was measured" if restores else f"delta.failure_interval ({interval}): no restores expected"
+    if price is None:
+        logger.debug("after '%s' there is no price of a chain: %s", path, unknown)
+        return False
+    delta, keyframe = f"delta {manifest.depth + 1}", "a keyframe"
+    allowed = price.allows_delta(manifest.depth, config.delta.siblings)
+    logger.debug(
+        "after '%s' %s instead of %s: a keyframe takes %.2g s more to write, a restore %.2g s for each delta, and %.2g "
+        "restores of each checkpoint are expected", path, *((delta, keyframe) if allowed else (keyframe, delta)), *price
+    )
+    return not allowed
 
 
 def expect_restores(path: Path, manifest: Manifest, candidate: ParentRef, interval: float | str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from types import SimpleNamespace
@@ -87,6 +88,27 @@ def test_restores_are_observed(speeds, tmp_path, monkeypatch):
     assert save_all(tmp_path / "whole", 7, delta) == [0, 1, 2, 3, 4, 5, 6]
     assert save_all(tmp_path / "restored", 7, delta, {1, 3, 5}) == [0, 1, 0, 1, 0, 1, 0]
     assert save_all(tmp_path / "without", 7, {}, {1, 3, 5}) == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("delta, restored, expected", [
+    ({"failure_interval": 1e-9}, (), "a keyframe instead of delta 2: a keyframe takes "),
+    ({"failure_interval": 1e9}, (), "delta 2 instead of a keyframe: a keyframe takes "),
+    ({"failure_interval": "observed"}, (), "delta.failure_interval (observed): no restores expected"),
+    ({"failure_interval": "observed"}, (1,), " restores of each checkpoint are expected"),
+    ({}, (1,), None),
+])
+def test_the_log_says_why_a_keyframe_comes(delta, restored, expected, speeds, tmp_path, caplog):
+    caplog.set_level(logging.DEBUG, "dsq_ckpt")
+    save_all(tmp_path, 3, delta, restored)
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("chain_price")]
+    assert said == [] if expected is None else expected in said[-1] and f"'{tmp_path / '01'}'" in said[-1]
+
+
+def test_the_log_says_that_a_price_is_unknown(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(chain_price, "write_speed", WriteSpeed())
+    caplog.set_level(logging.DEBUG, "dsq_ckpt")
+    save_all(tmp_path, 3, {"failure_interval": 1e-9})
+    assert "no price of a chain: no speed was measured" in caplog.text
 
 
 @pytest.mark.parametrize("interval, expected", [(50.0, 0.2), ("observed", 10 * 2 / 45)])
