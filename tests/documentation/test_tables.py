@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,18 @@ def test_pages_name_the_processor_of_files_from_another_machine(page: Path) -> N
     machines = [machine for machine in linked if isinstance(machine, dict) and machine.get("cores") == 2]
     processors = {machine["processor"] for machine in machines}
     assert not processors - {"AMD EPYC"} or "Xeon" in text
+
+
+def test_medians_over_runs_count_every_run() -> None:
+    """A run whose file is added changes them, on both pages."""
+    published, larger = list[float](), list[float]()
+    for path in RESULTS.glob("offline-papers-*.json"):
+        times = {row["system"]: row for row in document(path.stem)["versus"] if row.get("times_weights")}
+        published += [row["times_weights"] for name, row in times.items() if name == "inshrinkerator"]
+        larger += [max(times.values(), key=lambda row: row["theirs"])["times_weights"]] if times else []
+    text, overview = (DOCS / "history.md").read_text(), (DOCS.parent / "evaluation.md").read_text()
+    words = {9: "nine", 10: "ten", 11: "eleven", 12: "twelve"}
+    median, count = f"{statistics.median(published):.2f}", words.get(len(published), str(len(published)))
+    assert f"{median} in the median of {count}." in text
+    assert f"{statistics.median(larger):.2f} times in the median of {words.get(len(larger), str(len(larger)))}," in text
+    assert f"| {median}; {min(published):.2f}. " in overview and f"on the {count} runs with a comparison" in overview
