@@ -84,6 +84,8 @@ offline-resnet-seed2    evaluate.py offline resnet --seed 2 --systems dsq,inshri
 offline-papers-gpt-seed0     evaluate.py offline gpt --seed 0 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-gpt-seed1     evaluate.py offline gpt --seed 1 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-resnet-seed0  evaluate.py offline resnet --seed 0 --systems dsq,inshrinkerator,inshrinkerator_relaxed
+offline-strict-resnet-seed0  evaluate.py offline resnet --systems dsq,inshrinkerator,inshrinkerator_relaxed
+                          --dsq-epsilon 0.04 --dsq-epsilon 0.01 --dsq-epsilon 0.005 --dsq-epsilon 0.0025
 offline-papers-resnet-seed1  evaluate.py offline resnet --seed 1 --systems dsq,inshrinkerator,inshrinkerator_relaxed
 peers-gpt-short-seed0   evaluate.py peers gpt-short --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
                           --dsq-sensitivity 0.125
@@ -215,8 +217,9 @@ offline-papers-llama-seed0     evaluate.py offline llama --systems dsq,inshrinke
 offline-papers-bert-seed0      evaluate.py offline bert --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-moe-seed0       evaluate.py offline moe --systems dsq,inshrinkerator,inshrinkerator_relaxed
 offline-papers-lstm-seed0      evaluate.py offline lstm --systems dsq,inshrinkerator,inshrinkerator_relaxed
-offline-papers-vit-seed0       evaluate.py offline vit --systems dsq,inshrinkerator
+offline-papers-vit-seed0       evaluate.py offline vit --systems dsq,inshrinkerator,inshrinkerator_relaxed
                           --dsq-epsilon 0.03 --dsq-epsilon 0.02 --dsq-epsilon 0.01
+                          --dsq-epsilon 0.005 --dsq-epsilon 0.0025
 offline-papers-finetune-seed0  evaluate.py offline finetune --systems dsq,inshrinkerator
 -                       evaluate.py record vgg
 offline-papers-vgg-seed0       evaluate.py offline vgg --systems dsq,inshrinkerator,inshrinkerator_relaxed

@@ -241,4 +241,4 @@ def test_medians_over_runs_count_every_run() -> None:
     median, count = f"{statistics.median(published):.2f}", words.get(len(published), str(len(published)))
     assert f"{median} in the median of {count}." in text
     assert f"{statistics.median(larger):.2f} times in the median of {words.get(len(larger), str(len(larger)))}," in text
-    assert f"| {median}; {min(published):.2f}. " in overview and f"on the {count} runs with a comparison" in overview
+    assert f"| {median}; {min(published):.2f}. " in overview and f"of the {count} runs with a comparison" in overview
