@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -141,7 +141,7 @@ def _measure_price(path: Path, manifest: Manifest, config: DSQConfig, restores: 
 
 
 def _recall_delta_time(path: Path, manifest: Manifest, chain: Collection[str]) -> float | None:
-    """Return `_time_delta`, for a long chain as it was at a checkpoint of the chain, if this process measured one.
+    """Return the lower median of `_time_delta` at checkpoints of the chain; a long one is not measured again.
 
     Args:
         path: the checkpoint.
@@ -150,12 +150,13 @@ def _recall_delta_time(path: Path, manifest: Manifest, chain: Collection[str]) -
     """
     known = [seconds for save_id, seconds in list(_delta_times.items()) if save_id in chain]
     if known and manifest.depth > _MEASURED_DEPTH:
-        return known[-1]
+        return median_low(known)
     seconds = _time_delta(path, manifest)
     if seconds is not None:
         _delta_times[manifest.save_id] = seconds
         for save_id in list(_delta_times)[:-_KEPT_TIMES]:
             _delta_times.pop(save_id, None)
+        seconds = median_low([*known, seconds])
     return seconds
 
 

@@ -147,6 +147,14 @@ def test_long_chains_are_not_read_again_for_each_save(speeds, tmp_path, monkeypa
     assert depths == [1, 2, 3, 4, 8]
 
 
+@pytest.mark.parametrize("slow, expected", [({3}, 8), ({4}, 8), ({2, 3, 4}, 3)])
+def test_one_slow_measurement_does_not_end_a_chain(slow, expected, speeds, tmp_path, monkeypatch):
+    """As beside another process: the median of the chain's measurements counts. Most of them may."""
+    monkeypatch.setattr(chain_price, "expect_restores", lambda *_: 1.0)
+    monkeypatch.setattr(chain_price, "_time_delta", lambda _, manifest: 1.0 if manifest.depth in slow else 1e-12)
+    assert max(save_all(tmp_path, 9, {"failure_interval": 1.0})) == expected
+
+
 def test_the_first_decoding_of_a_process_is_not_taken_for_the_speed(tmp_path, monkeypatch):
     save_all(tmp_path, 3, {})
     times = iter([7.0, 0.5])  # what is compiled or read at first
