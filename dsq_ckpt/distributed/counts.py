@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from functools import reduce
@@ -62,21 +63,30 @@ def sum_counts(comm: Communicator, arrays: Sequence[Counts], failure: BaseExcept
         ranks = ", ".join(map(str, odd[:3])) + (", ..." if len(odd) > 3 else "")
         raise SaveFailed(f"rank(s) {ranks} counted values in tables of other sizes than rank 0")
     columns = _find_occupied_columns(arrays, summaries)
-    parts = [array[..., occupied] for array, occupied in zip(arrays, columns, strict=True)]
-    flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else np.zeros(0, np.int64)
-    if not flat.size:
+    shapes = [(*array.shape[:-1], int(occupied.sum())) for array, occupied in zip(arrays, columns, strict=True)]
+    sizes = [math.prod(shape) for shape in shapes]
+    count, problem = sum(sizes), None
+    if not count:
         return
-    if sum(summary.largest for summary in summaries) < _NARROW:
-        pairs = np.zeros(-(-flat.size // 2), np.int64)
-        pairs.view(np.uint32)[: flat.size] = flat
-        comm.sum(pairs)  # no carry from one half to the other
-        flat = pairs.view(np.uint32)[: flat.size].astype(np.int64)
-    else:
-        comm.sum(flat)
-    start = 0
-    for array, part, occupied in zip(arrays, parts, columns, strict=True):
-        array[..., occupied] = flat[start : start + part.size].reshape(part.shape)
-        start += part.size
+    narrow = sum(summary.largest for summary in summaries) < _NARROW
+    words = np.zeros((-(-count // 2) if narrow else count) + 1, np.int64)  # the last one: whether a rank failed
+    flat = words.view(np.uint32)[:count] if narrow else words[:count]  # no carry from one half to the other
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    try:
+        for array, part, occupied in zip(arrays, parts, columns, strict=True):
+            part[:] = array[..., occupied].reshape(-1)
+    except BaseException as error:  # the others wait in the sum
+        problem, words[-1] = error, 1
+    comm.sum(words)
+    if words[-1]:
+        gather_from_all_ranks(comm, lambda: _raise(problem))
+    for array, part, occupied, shape in zip(arrays, parts, columns, shapes, strict=True):
+        array[..., occupied] = part.reshape(shape)
+
+
+def _raise(problem: BaseException | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 def _summarize(arrays: Sequence[Counts]) -> _Summary:

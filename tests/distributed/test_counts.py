@@ -76,7 +76,7 @@ def test_sums_are_exact(most):
 def test_counts_take_8_bytes_only_if_a_sum_might_need_them(below, size):
     most = -(-(1 << 31) // RANKS)
     by_rank = [[np.full((4, 32), most - (below and 1 + rank), np.int64)] for rank in range(RANKS)]
-    assert check(by_rank) == 4 * 32 * size
+    assert check(by_rank) == 4 * 32 * size + 8  # and whether a rank failed
 
 
 def test_nothing():
@@ -90,7 +90,7 @@ def test_empty_columns_are_not_sent():
     for arrays, column in zip(by_rank, (640, 671, 19999), strict=True):
         arrays[0][3, column] = 7
         arrays[1][0, 5] = 1
-    assert check(by_rank) == (50 * 2 * 32 + 32) * 4
+    assert check(by_rank) == (50 * 2 * 32 + 32) * 4 + 8
 
 
 def test_a_failure_is_everywhere():
@@ -120,3 +120,34 @@ def test_ranks_that_count_differently_fail_together(others):
     assert {type(error) for error in errors} == {SaveFailed}
     assert {str(error) for error in errors} == {"rank(s) 2 counted values in tables of other sizes than rank 0"}
     assert all((array == 1).all() for arrays in by_rank for array in arrays) and not any(comm.sent for comm in comms)
+
+
+class Unreadable(np.ndarray):
+    """Counts whose columns cannot be copied."""
+
+    error: BaseException
+
+    def __getitem__(self, key):
+        if isinstance(key, tuple):
+            raise self.error
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("most", [1, 1 << 40])
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
+def test_a_rank_that_fails_before_the_sum_keeps_no_other_waiting(most, error):
+    """Its columns are chosen after the gather, so that it takes part in the sum, which tells the others."""
+    by_rank = [[np.full((4, 32), most, np.int64)] for _ in range(RANKS)]
+    by_rank[1] = [by_rank[1][0].view(Unreadable)]
+    by_rank[1][0].error = error
+    values, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=20)
+    comms = [Threads(rank, values, barrier) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        pending = [pool.submit(sum_counts, comm, arrays, None) for comm, arrays in zip(comms, by_rank, strict=True)]
+        first, second, third = [future.exception() for future in pending]
+    assert type(first) is type(third) is FailedElsewhere and "rank 1" in str(first) == str(third)
+    if isinstance(error, KeyboardInterrupt):
+        assert second is error
+    else:
+        assert type(second) is SaveFailed and "no room" in str(first) and "no room" in str(second)
+    assert all((np.asarray(array) == most).all() for arrays in by_rank for array in arrays)
