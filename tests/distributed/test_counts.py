@@ -85,7 +85,7 @@ def test_nothing():
 
 
 def test_empty_columns_are_not_sent():
-    """Of two tables of 20,000 columns each rank occupies one block, and two ranks the same one."""
+    """Each rank occupies one block of two tables of 20,000 columns, and two ranks the same one."""
     by_rank = [[np.zeros((50, 20000), np.int64), np.zeros((1, 20000), np.int64)] for _ in range(RANKS)]
     for arrays, column in zip(by_rank, (640, 671, 19999), strict=True):
         arrays[0][3, column] = 7
