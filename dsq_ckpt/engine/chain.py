@@ -198,8 +198,9 @@ def choose_parent(
         if problem is not None:
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
-    frees = parent == "auto" and should_write_keyframe(path, manifest)
-    return None if frees or (parent == "auto" and is_keyframe_cheaper(path, manifest, candidate, config)) else candidate
+    if parent == "auto" and should_write_keyframe(path, manifest):
+        return None
+    return None if parent == "auto" and is_keyframe_cheaper(path, manifest, candidate, config) else candidate
 
 
 def has_refinement(path: Path, parent: ParentRef) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,34 +10,14 @@ import pytest
 from dsq_ckpt.distributed.comm import FailedElsewhere
 from dsq_ckpt.distributed.counts import sum_counts
 from dsq_ckpt.errors import SaveFailed
+from tests.helpers.thread_ranks import make_thread_ranks
 
 RANKS = 3
 
 
-class Threads:
-    """A communicator whose ranks are threads; `sent` has the bytes of each sum."""
-
-    size = RANKS
-
-    def __init__(self, rank, values, barrier):
-        self.rank, self._values, self._barrier, self.sent = rank, values, barrier, []
-
-    def gather(self, value):
-        self._values[self.rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-    def sum(self, counts):
-        self.sent.append(counts.nbytes)
-        counts[...] = np.sum(self.gather(counts.copy()), axis=0)
-
-
 def summed(by_rank, failures=(None,) * RANKS):
     """Return the bytes that each rank sent; the arrays are summed in place."""
-    values, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=60)
-    comms = [Threads(rank, values, barrier) for rank in range(RANKS)]
+    comms = make_thread_ranks(RANKS, timeout=60)
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(sum_counts, comms, by_rank, failures))
     (sent,) = {tuple(comm.sent) for comm in comms}
@@ -112,8 +91,7 @@ def test_ranks_that_count_differently_fail_together(others):
     """No rank waits in a sum for counts that others do not have, or adds those of other tensors to its own."""
     by_rank = [[np.ones((4, 32), np.int64)] for _ in range(RANKS)]
     by_rank[2] = [np.ones(shape, np.int64) for shape in others]
-    values, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=60)
-    comms = [Threads(rank, values, barrier) for rank in range(RANKS)]
+    comms = make_thread_ranks(RANKS, timeout=60)
     with ThreadPoolExecutor(RANKS) as pool:
         pending = [pool.submit(sum_counts, comm, arrays, None) for comm, arrays in zip(comms, by_rank, strict=True)]
         errors = [future.exception() for future in pending]
@@ -140,8 +118,7 @@ def test_a_rank_that_fails_before_the_sum_keeps_no_other_waiting(most, error):
     by_rank = [[np.full((4, 32), most, np.int64)] for _ in range(RANKS)]
     by_rank[1] = [by_rank[1][0].view(Unreadable)]
     by_rank[1][0].error = error
-    values, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=20)
-    comms = [Threads(rank, values, barrier) for rank in range(RANKS)]
+    comms = make_thread_ranks(RANKS, timeout=20)
     with ThreadPoolExecutor(RANKS) as pool:
         pending = [pool.submit(sum_counts, comm, arrays, None) for comm, arrays in zip(comms, by_rank, strict=True)]
         first, second, third = [future.exception() for future in pending]

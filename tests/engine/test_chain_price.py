@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from types import SimpleNamespace
 
@@ -187,15 +186,6 @@ def test_object_stores_do_not_count_as_the_disk(tmp_path):
     assert vars(chain_price.write_speed) == before
     dsq_ckpt.save(next(states()), tmp_path / "1", config=OPTIONS)
     assert vars(chain_price.write_speed) != before
-
-
-def test_a_forked_child_can_write_while_the_parent_counted_a_file():
-    speed = chain_price.write_speed
-    with speed._lock:
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if speed._lock.acquire(timeout=1) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_named_parent_and_differences_have_no_price(speeds, tmp_path):

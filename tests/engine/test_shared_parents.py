@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +21,7 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.saving import save_parts
 from tests.helpers.states import find_differences, load_copy, to_bytes
+from tests.helpers.thread_ranks import make_thread_ranks
 
 AUTO = {"delta": {"max_chain": "auto"}, "storage": {"fsync": False, "block_elements": 1024},
         "quantize": {"min_elements": 256}}
@@ -201,32 +200,10 @@ def test_keyframes_have_as_many_copies_as_configured(tmp_path):
     assert len(set(inodes)) == 2 and all(a != b for a, b in itertools.pairwise(inodes))
 
 
-class Together:
-    """One of two ranks that are threads."""
-
-    size = 2
-
-    def __init__(self, rank, values, barrier):
-        self.rank, self._values, self._barrier = rank, values, barrier
-
-    def gather(self, value):
-        self._values[self.rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-    def sum(self, counts):
-        counts[...] = np.sum(self.gather(counts.copy()), axis=0)
-
-    def broadcast(self, value):
-        return self.gather(value)[0]
-
-
 def test_the_checkpoint_before_may_need_no_file_of_a_rank(tmp_path):
     """A copy of a keyframe is then made from another one."""
     config = {**AUTO, "storage": {**AUTO["storage"], "replicate_keyframes": True}}
-    run, values, barrier = states(), [None, None], threading.Barrier(2, timeout=60)
+    run, comms = states(), make_thread_ranks(2, timeout=60)
     first = next(run)
 
     def save(rank):
@@ -234,7 +211,7 @@ def test_the_checkpoint_before_may_need_no_file_of_a_rank(tmp_path):
         part = LocalShard(ChunkKey(name, (0, 0), tuple(first[name].shape)), first[name].shape, torch.float32,
                           lambda: first[name])
         save_parts(tmp_path / "0", lambda: LocalState([part], nesting={name: (name,)}), DSQConfig(**config),
-                   Together(rank, values, barrier), history=SaveHistory())
+                   comms[rank], history=SaveHistory())
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(save, range(2)))
@@ -250,6 +227,7 @@ def test_the_checkpoint_before_may_need_no_file_of_a_rank(tmp_path):
     assert [len(numbers) for numbers in inodes] == [2]
     shutil.rmtree(tmp_path / "0")
     assert load_copy(tmp_path / "2", first)
+
 
 def test_numbers_are_chains_as_before(tmp_path):
     """Also where a run goes over from one to the other."""

@@ -1,7 +1,6 @@
 """Merging over ranks: the same codebooks whatever the number of ranks, outliers apart, failures on all ranks."""
 
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,27 +14,7 @@ from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, CodedChunk, QuantizingC
 from dsq_ckpt.quantization.dequantizer import Dequantizer
 from dsq_ckpt.quantization.global_sketch import LocalChunks, build_global_sketch
 from dsq_ckpt.quantization.layout import Layout, ParentModel
-
-
-class Threads:
-    """A communicator whose ranks are threads of this process."""
-
-    class Shared:
-        def __init__(self, size):
-            self.barrier, self.values = threading.Barrier(size, timeout=300), [None] * size
-
-    def __init__(self, shared, rank):
-        self.shared, self.rank, self.size = shared, rank, len(shared.values)
-
-    def gather(self, value):
-        self.shared.values[self.rank] = value
-        self.shared.barrier.wait()
-        values = list(self.shared.values)
-        self.shared.barrier.wait()
-        return values
-
-    def sum(self, counts):
-        counts[...] = np.sum(self.gather(counts.copy()), axis=0)
+from tests.helpers.thread_ranks import make_thread_ranks
 
 
 def layout_of(tensors):
@@ -58,7 +37,7 @@ def chunks_of(tensors, layout, rank, ranks, parents=None):
 
 def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=None):
     layout = layout_of(tensors)
-    shared = Threads.Shared(ranks)
+    comms = [SingleProcess()] if ranks == 1 else make_thread_ranks(ranks)
 
     def run_rank(rank):
         def load():
@@ -66,7 +45,7 @@ def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=No
                 raise OSError("the dog ate it")
             return LocalChunks(chunks_of(tensors, layout, rank, ranks, parents))
 
-        comm = SingleProcess() if ranks == 1 else Threads(shared, rank)
+        comm = comms[rank]
         with Workers(2, 1 << 12) as workers:
             sketch = build_global_sketch(load, layout, parent, outlier_octaves, comm, workers)
             return sketch.chunks, sketch.fit()
