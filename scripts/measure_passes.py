@@ -1,12 +1,14 @@
 """Processor time of saves and loads by pass over the data, in ns per element.
 
     python scripts/measure_passes.py --json passes.json
+    python scripts/measure_passes.py --deltas 8 --json passes-after-deltas.json
+    python scripts/measure_passes.py --parameters 2800000 --json passes-small.json
 
 The state of `dsq bench` and what it becomes some hundred steps later is saved and loaded in one process with one
 thread, under a profiler whose clock is the processor time of the thread. Each function's own time counts for one pass;
-the kernels, compiled, are single functions to the profiler. Rounds are of a keyframe, a delta and loads of both; the
-median round of each is kept. Beside them is the time of a copy in memory, which no pass that reads 4 bytes of an
-element and writes as many takes less than.
+the kernels, compiled, are single functions to the profiler. Rounds are of a keyframe, a delta (with `--deltas`, the
+last of so many) and loads of both; the median round of each is kept. Beside them is the time of a copy in memory, which
+no pass that reads 4 bytes of an element and writes as many takes less than.
 """
 
 from __future__ import annotations
@@ -116,20 +118,27 @@ def copy_seconds(count: int) -> float:
     return min(times)
 
 
-def measure(parameters: int, moments: bool, rounds: int, directory: Path) -> list[dict[str, Any]]:
-    """Return rows: what was done, the pass, and its ns per element of the state."""
+def measure(parameters: int, moments: bool, rounds: int, directory: Path, deltas: int = 1) -> list[dict[str, Any]]:
+    """Return rows: what was done, the pass, and its ns per element of the state.
+
+    A delta is the last of `deltas` in a row, and its load decodes all of them.
+    """
     states = [synthetic_state(parameters, moments)]
-    states.append(drift(states[0], 1))
+    for seed in range(1, deltas + 1):
+        states.append(drift(states[-1], seed))
     elements = sum(tensor.numel() for tensor in states[0].values())
     into = {name: torch.empty_like(tensor) for name, tensor in states[0].items()}
 
     def chain(number: int, clock: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
         run, history, times = directory / str(number), SaveHistory(), {}
-        for name, state in zip(("keyframe", "delta"), states, strict=True):
-            save = partial(dsq_ckpt.save, state, run / name, no_dist=True, history=history)
-            times[f"save of a {name}"] = clock(save)
-        for name in ("keyframe", "delta"):
-            load = partial(dsq_ckpt.load, into, run / name, no_dist=True, history=SaveHistory())
+        for step, state in enumerate(states):
+            save = partial(dsq_ckpt.save, state, run / str(step), no_dist=True, history=history)
+            if 0 < step < deltas:
+                save()
+            else:
+                times["save of a delta" if step else "save of a keyframe"] = clock(save)
+        for step, name in ((0, "keyframe"), (deltas, "delta")):
+            load = partial(dsq_ckpt.load, into, run / str(step), no_dist=True, history=SaveHistory())
             times[f"load of a {name}"] = clock(load)
         shutil.rmtree(run)
         return times
@@ -151,13 +160,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parameters", type=int, default=50_000_000, help="weights of the state")
     parser.add_argument("--rounds", type=int, default=5, help="of each; the median is kept")
+    parser.add_argument("--deltas", type=int, default=1, choices=range(1, 33), metavar="1..32",
+                        help="of a chain, the last of which is measured")
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
     # The profiler sees this thread alone, and one thread of a save or a load is the thread that calls.
     with tempfile.TemporaryDirectory() as directory, patch.object(StorageConfig, "thread_count", return_value=1):
         rows = [row for moments in (False, True)
-                for row in measure(options.parameters, moments, options.rounds, Path(directory))]
+                for row in measure(options.parameters, moments, options.rounds, Path(directory), options.deltas)]
     copied = copy_seconds(options.parameters) / options.parameters * 1e9
     for row in rows:
         print(f"{row['state']:14}{row['work']:22}{row['pass']:38}{row['ns']:6.2f} ns")
@@ -165,8 +176,8 @@ def main() -> None:
     if options.json:
         json_files.write(options.json, {
             "measured": "passes", "command": shlex.join(["python", "scripts/measure_passes.py", *sys.argv[1:]]),
-            "parameters": options.parameters, "rounds": options.rounds, "processor": processor(), "copy_ns": copied,
-            "rows": rows,
+            "parameters": options.parameters, "rounds": options.rounds, "deltas": options.deltas,
+            "processor": processor(), "copy_ns": copied, "rows": rows,
         })
 
 

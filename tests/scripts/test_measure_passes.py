@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import measure_passes
 import pytest
 
+import dsq_ckpt
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.storage.checkpoint import Checkpoint
 
 
 def test_the_functions_that_passes_are_told_by_exist() -> None:
@@ -32,6 +35,31 @@ def test_passes_are_parts_of_the_whole(tmp_path: Path) -> None:
         times = {row["pass"]: row["ns"] for row in rows if row["work"] == work}
         assert passes <= {name for name, ns in times.items() if ns > 0}, work
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:.*is loaded from its base layer alone")
+def test_the_last_of_several_deltas_is_measured(tmp_path: Path) -> None:
+    saved: list[str] = []
+    loaded: list[str] = []
+
+    def note(state: Any, path: Path, **arguments: Any) -> None:
+        saved.append(path.name)
+        save(state, path, **arguments)
+
+    def note_load(into: Any, path: Path, **arguments: Any) -> None:
+        loaded.append(path.name)
+        assert Checkpoint(path).manifest.depth == int(path.name)
+        load(into, path, **arguments)
+
+    save, load = dsq_ckpt.save, dsq_ckpt.load
+    with patch.object(StorageConfig, "thread_count", return_value=1), \
+            patch.object(dsq_ckpt, "save", note), patch.object(dsq_ckpt, "load", note_load):
+        rows = measure_passes.measure(100_000, False, 1, tmp_path, deltas=3)
+    assert saved == ["0", "1", "2", "3"] * 3
+    assert loaded == ["0", "3"] * 3
+    assert {row["work"] for row in rows} == {
+        f"{what} of a {which}" for what in ("save", "load") for which in ("keyframe", "delta")}
 
 
 def test_time_outside_passes_is_the_rest() -> None:
