@@ -277,6 +277,8 @@ lowdiff-kills           evaluate_lowdiff.py kills
 demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
 passes                  measure_passes.py --parameters 20000000
+passes-small            measure_passes.py --parameters 2800000 --rounds 9
+passes-after-deltas     measure_passes.py --deltas 8 --parameters 20000000 --rounds 3
 startup                 measure_startup.py
 bench                   dsq bench
 stall                   dsq bench --stall --repeats 7
