@@ -239,7 +239,7 @@ ablations-ranks         evaluate.py ablations resnet --part ranks
 rework-mlr-seed0        evaluate.py rework mlr --systems lc,topn,scar --rate 0.005
 rework-coded-mlr-seed0  evaluate.py rework mlr --systems lc,topn,scar --rate 0.005 --bits 2 --coded
 rework-lenet-seed0      evaluate.py rework lenet --systems lc,topn,scar --rate 0.02 --every 2
-rework-alexnet-seed0    evaluate.py rework alexnet --systems lc,topn,scar --rate 0.001 --every 2 --trials 20
+rework-alexnet-seed0    evaluate.py rework alexnet --systems lc,topn,scar --rate 0.001 --every 2
 rework-mf-seed0         evaluate.py rework mf --systems lc,topn,scar --every 2
 lc-stages               evaluate_lc.py stages mlr lenet alexnet mf --every 2 --bits 2 --bits 3 --bits 4
 lc-deleted              evaluate_lc.py deleted mlr
