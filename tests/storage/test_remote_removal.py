@@ -20,12 +20,12 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
 from tests.helpers.commands import dsq_json, dsq_stdout
-from tests.helpers.remote_runs import chain, loaded, names_in, put, state_of
+from tests.helpers.remote_runs import chain, loaded, names_in, put, state_of, stored_chain
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_checkpoints_are_removed_in_any_order(order, tmp_path):
-    paths = chain(f"memory://{tmp_path.name}/run", 3)
+    paths = stored_chain(f"memory://{tmp_path.name}/run", 3)
     values = [loaded(path) for path in paths]
     left = dict(zip(paths, values, strict=True))
     for number in order:
@@ -60,7 +60,7 @@ def test_a_removal_says_what_stays(store):
 
 
 def test_the_command(store):
-    paths = chain(f"{store}/run", 3)
+    paths = stored_chain(f"{store}/run", 3)
     result = CliRunner().invoke(app, ["rm", "--json", str(paths[0]), str(paths[2])])
     assert result.exit_code == 0, result.output
     first, last = json.loads(result.stdout)
@@ -84,7 +84,7 @@ def _said_of_what_stays(run: str) -> None:
 
 
 def test_the_rest_of_a_removed_checkpoint_is_no_save_that_failed(store):
-    paths = chain(f"{store}/run", 3)
+    paths = stored_chain(f"{store}/run", 3)
     remove_checkpoint(paths[0])
     _said_of_what_stays(f"{store}/run")
     with pytest.raises(CheckpointNotFound, match="or was removed"):
@@ -95,7 +95,7 @@ def test_the_rest_of_a_removed_checkpoint_is_no_save_that_failed(store):
 
 
 def test_nothing_is_removed_while_a_manifest_cannot_be_read(store):
-    paths = chain(f"{store}/run", 3)
+    paths = stored_chain(f"{store}/run", 3)
     put(paths[1] / MANIFEST, b"{}")
     with pytest.raises(CorruptCheckpoint, match="step-2"):
         remove_checkpoint(paths[0])
@@ -129,7 +129,7 @@ def test_links_and_the_tag_that_deepspeed_loads_are_refused(tmp_path):
 
 
 def test_garbage_is_what_no_manifest_names(store):
-    paths = chain(f"{store}/run", 3)
+    paths = stored_chain(f"{store}/run", 3)
     storage = get_storage(paths[0])
     storage.remove(paths[0] / MANIFEST)  # as by other means than `dsq rm`: two checkpoints need its base file
     put(paths[2] / "0123456789abcdef-00000.dsq")
@@ -154,7 +154,7 @@ def test_garbage_is_what_no_manifest_names(store):
 
 
 def test_garbage_of_one_checkpoint(store):
-    paths = chain(f"{store}/run", 2)
+    paths = stored_chain(f"{store}/run", 2)
     get_storage(paths[0]).remove(paths[0] / MANIFEST)
     removed = remote_gc.collect_garbage(paths[0], 0)
     assert {orphan.path.name.rpartition(".")[2] for orphan in removed} == {"index", "refinement"}
@@ -164,7 +164,7 @@ def test_garbage_of_one_checkpoint(store):
 
 
 def test_garbage_of_a_checkpoint_with_other_keys_below_it(store):
-    paths = chain(f"{store}/run", 2)
+    paths = stored_chain(f"{store}/run", 2)
     for path in paths:
         put(path / "logs" / "events.txt")
     get_storage(paths[0]).remove(paths[0] / MANIFEST)
@@ -178,7 +178,7 @@ def test_a_bucket_is_no_checkpoint(store):
     bucket = resolve_checkpoint_path(store)
     with pytest.raises(SaveFailed, match="whole bucket"):
         dsq_ckpt.save(state_of(1), bucket)
-    chain(f"{store}/run", 1)
+    stored_chain(f"{store}/run", 1)
     for entry in get_storage(bucket).list_entries(bucket / "run" / "step-1"):  # as others may put one there
         put(bucket / entry.name, get_storage(bucket).read(bucket / "run" / "step-1" / entry.name, 1 << 28))
     assert remote_gc.find_garbage(bucket, 0) == []
@@ -186,7 +186,7 @@ def test_a_bucket_is_no_checkpoint(store):
 
 def test_a_replaced_checkpoint_takes_files_of_removed_ones_along(store):
     """Once only it needed them, as one that is removed does."""
-    paths = chain(f"{store}/run", 3)
+    paths = stored_chain(f"{store}/run", 3)
     value = loaded(paths[1])["w"]
     remove_checkpoint(paths[0])
     dsq_ckpt.save(state_of(9), paths[2], overwrite=True, parent=None)
@@ -264,7 +264,7 @@ def test_a_removal_beside_a_save(store, monkeypatch, when):
 def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
     import fsspec
 
-    chain(f"{store}/run", 3)
+    stored_chain(f"{store}/run", 3)
     system, root = fsspec.core.url_to_fs(f"{store}/run", skip_instance_cache=True)
     system.get(root, str(tmp_path / "run"), recursive=True)
     paths = [tmp_path / "run" / f"step-{step}" for step in (1, 2, 3)]
@@ -283,13 +283,20 @@ def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)])
-def test_a_dry_run_of_several_says_what_a_removal_does(store, order, tmp_path):
+def test_a_dry_run_of_several_says_what_a_removal_does(store, order):
     """A file that one of them keeps for another one goes with that."""
-    for run in (f"{store}/run", str(tmp_path / "run")):
-        paths = chain(run, 3)
-        chosen = [str(paths[number]) for number in order]
-        tried, done = (
-            json.loads(CliRunner().invoke(app, ["rm", "--json", *more, *chosen]).stdout) for more in (["--dry-run"], [])
-        )
-        assert [{**entry, "dry_run": False} for entry in tried] == done
-        assert sum(entry["bytes"] for entry in done) > 0
+    _check_dry_run(stored_chain(f"{store}/run", 3), order)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)])
+def test_a_dry_run_of_several_says_what_a_removal_from_a_disk_does(order, tmp_path):
+    _check_dry_run(chain(str(tmp_path / "run"), 3), order)
+
+
+def _check_dry_run(paths: list, order: tuple[int, ...]) -> None:
+    chosen = [str(paths[number]) for number in order]
+    tried, done = (
+        json.loads(CliRunner().invoke(app, ["rm", "--json", *more, *chosen]).stdout) for more in (["--dry-run"], [])
+    )
+    assert [{**entry, "dry_run": False} for entry in tried] == done
+    assert sum(entry["bytes"] for entry in done) > 0
