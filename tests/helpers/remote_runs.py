@@ -28,9 +28,10 @@ def chain(run: str, length: int) -> list:
 
 
 def stored_chain(run: str, length: int) -> list:
-    """Put the files of `chain` on a store, for tests that save nothing more: 12 requests of a server, instead of 84."""
+    """Return `chain`; on a store its files are put there, for tests that do not go on: 12 requests, instead of 84."""
     paths = [resolve_checkpoint_path(f"{run}/step-{step}") for step in range(1, length + 1)]
-    assert is_remote(paths[0])
+    if not is_remote(paths[0]):
+        return chain(run, length)
     for path in paths:
         for name, data in _chain_files(length)[path.name].items():
             put(path / name, data)

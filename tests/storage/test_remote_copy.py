@@ -18,7 +18,7 @@ from dsq_ckpt.storage.description import list_linked_refinement
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, iter_checkpoints
 from dsq_ckpt.storage.paths import resolve_checkpoint_path
 from dsq_ckpt.storage.removal import remove_checkpoint
-from tests.helpers.remote_runs import chain, loaded, names_in, put, state_of
+from tests.helpers.remote_runs import chain, loaded, names_in, put, state_of, stored_chain
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def _size(run) -> int:
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
 def test_a_run_is_copied_as_it_is(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
-    paths = chain(str(source), 4)
+    paths = stored_chain(str(source), 4)
     done = copy_checkpoints(source, target)
     assert done.checkpoints == 4
     manifests = [Manifest.read(path) for path in paths]
@@ -67,7 +67,7 @@ def test_a_run_is_copied_as_it_is(place, kinds):
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
 def test_a_checkpoint_is_copied_with_all_that_it_needs(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "kept/one")
-    paths = chain(str(source), 3)
+    paths = stored_chain(str(source), 3)
     value = loaded(paths[2])["w"]
     copy_checkpoints(paths[2], target)
     for path in paths:
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_copied_with_all_that_it_needs(place, kinds):
 
 def test_files_of_a_removed_checkpoint_are_held_by_the_first_that_needs_them(place):
     source, target = place("store", "run"), place("store", "copied")
-    paths = chain(str(source), 3)
+    paths = stored_chain(str(source), 3)
     value = loaded(paths[2])["w"]
     remove_checkpoint(paths[0])
     copy_checkpoints(source, target)
@@ -91,7 +91,7 @@ def test_files_of_a_removed_checkpoint_are_held_by_the_first_that_needs_them(pla
 def test_a_synchronized_run_becomes_one_with_links(place, tmp_path, store):
     import fsspec
 
-    paths = chain(f"{store}/run", 3)
+    paths = stored_chain(f"{store}/run", 3)
     system, root = fsspec.core.url_to_fs(f"{store}/run", skip_instance_cache=True)
     system.get(root, str(tmp_path / "run"), recursive=True)
     result = CliRunner().invoke(app, ["cp", str(tmp_path / "run"), str(tmp_path / "linked")])
@@ -105,7 +105,7 @@ def test_a_synchronized_run_becomes_one_with_links(place, tmp_path, store):
 def test_a_run_with_two_checkpoints_of_one_save(place, kinds):
     """One is a copy of the other, within the run."""
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
-    paths = chain(str(source), 2)
+    paths = stored_chain(str(source), 2)
     copy_checkpoints(paths[1], source / "step-2b")
     copy_checkpoints(source, target)
     for name in ("step-1", "step-2", "step-2b"):
@@ -115,7 +115,7 @@ def test_a_run_with_two_checkpoints_of_one_save(place, kinds):
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk")])
 def test_a_damaged_file_is_not_copied(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
-    paths = chain(str(source), 3)
+    paths = stored_chain(str(source), 3)
     file = next(file for file in Manifest.read(paths[2]).files if file.role == "own")
     put(paths[2] / file.name, bytes(file.size))
     with pytest.raises(CorruptCheckpoint, match=file.name):
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_not_copied(place, kinds):
 
 def test_skipped_files_are_reported(place):
     source, target = place("disk", "run"), place("store", "copied")
-    chain(str(source), 1)
+    stored_chain(str(source), 1)
     (source / "notes.txt").write_text("mine")
     (source / "killed").mkdir()
     (source / "killed" / "0123456789abcdef-00000.dsq").write_text("x")
@@ -151,7 +151,7 @@ def test_skipped_files_are_reported(place):
 def test_files_beside_checkpoints_go_along(place, kinds, monkeypatch):
     """Files of the run and of each checkpoint, as on a disk; a name of the newest one appears after all else."""
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
-    chain(str(source), 2)
+    stored_chain(str(source), 2)
     files = {"latest": b"step-2", "zero_to_fp32.py": b"import torch", "step-1/trainer_state.json": b"{}"}
     for name, data in files.items():
         put(source / name, data)
@@ -198,7 +198,7 @@ def test_latest_names_what_is_in_the_copy(place, kinds, monkeypatch):
 
 def test_a_file_that_goes_meanwhile_is_reported(place, monkeypatch):
     source, target = place("disk", "run"), place("store", "copied")
-    chain(str(source), 1)
+    stored_chain(str(source), 1)
     put(source / "notes.txt", b"mine")
     sent = remote_copy.copy_between_storages
 
@@ -214,7 +214,7 @@ def test_a_file_that_goes_meanwhile_is_reported(place, monkeypatch):
 
 def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
     source, target = place("store", "run"), place("store", "copied")
-    paths = chain(str(source), 2)
+    paths = stored_chain(str(source), 2)
     sent = remote_copy.copy_between_storages
 
     def transfer(origin, *arguments, **options):
@@ -260,7 +260,7 @@ def test_a_layer_that_is_dropped_meanwhile_and_needed_by_another(place, monkeypa
 
 def test_two_copies_to_one_place(place, monkeypatch):
     """The second one fails, and leaves the first one whole."""
-    chain(str(place("store", "run")), 3)
+    stored_chain(str(place("store", "run")), 3)
     source, target = place("store", "run"), place("store", "copied")
     transfer = remote_copy.copy_between_storages
 
