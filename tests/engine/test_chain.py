@@ -312,24 +312,25 @@ def test_every_configuration_follows_every_other(tmp_path):
         {"fit": "lloyd", "bins": 7, "sigma": 0.2}, {"fit": "kmeans", "bins": 16, "domain": "log"},
         {"fit": "kmeans", "bins": 254},
     ]
-    state, number, history = mixed_state(), 0, dsq_ckpt.SaveHistory()
-    for first in range(len(configs)):
-        for second in (first, *range(first + 1, len(configs))):
-            for book in (configs[first], configs[second]):
-                config = {
-                    "quantize": {"weights": {"codebook": book}}, "storage": {"fsync": False},
-                    "delta": {"coder": "huffman" if number % 3 == 0 else "rans", "max_chain": 1000},
-                }
-                path = tmp_path / str(number)
-                dsq_ckpt.save(state, path, config=config, history=history)
-                history = dsq_ckpt.SaveHistory()  # the next save knows what is read of the files alone
-                back = flatten(load_copy(path, state, history=history))
-                for fqn, value in flatten(state).items():
-                    if fqn.startswith("lossy"):
-                        limit = 0.2 if book.get("domain") == "log" else 0.06
-                        assert relative_error(value, back[fqn]) < limit, (configs[first], book, fqn)
-                state, number = perturb(state, number, 0.0005), number + 1
-    assert max(depths(tmp_path / str(n) for n in range(number))) > 10
+    state, number, paths = mixed_state(), 0, []
+    for first, one in enumerate(configs):  # in a run each, as a load decodes all links of a chain
+        books = [one, one, *(book for other in configs[first + 1 :] for book in (other, one))]
+        history = dsq_ckpt.SaveHistory()
+        for book in books:
+            config = {
+                "quantize": {"weights": {"codebook": book}}, "storage": {"fsync": False},
+                "delta": {"coder": "huffman" if number % 3 == 0 else "rans", "max_chain": 1000},
+            }
+            paths.append(tmp_path / str(first) / str(number))
+            dsq_ckpt.save(state, paths[-1], config=config, history=history)
+            history = dsq_ckpt.SaveHistory()  # the next save knows what is read of the files alone
+            back = flatten(load_copy(paths[-1], state, history=history))
+            for fqn, value in flatten(state).items():
+                if fqn.startswith("lossy"):
+                    limit = 0.2 if book.get("domain") == "log" else 0.06
+                    assert relative_error(value, back[fqn]) < limit, (one, book, fqn)
+            state, number = perturb(state, number, 0.0005), number + 1
+    assert max(depths(paths)) > 10
 
 
 def test_exact_and_lossy_alternate(tmp_path):

@@ -12,6 +12,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.engine import retention
 from dsq_ckpt.engine.back_off import BackOff
+from dsq_ckpt.quantization import restored_values
 from dsq_ckpt.report.history import History
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.checkpoint_copy import copy_checkpoints
@@ -63,18 +64,25 @@ def written(path):
     return Manifest.read(path).kinds["weights"].refinement
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run without differences: what each of its checkpoints holds, by path."""
+    restored_values._loads = restored_values.LoadCounts()  # of tests before
+    paths = save_all(tmp_path_factory.mktemp("plain"), keep_last=SAVES, max_differences=0)
+    return {path: loaded(path) for path in paths}
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("most", [1, 3])
-def test_values_are_the_same_in_fewer_bytes(tmp_path, most, threads):
-    plain = save_all(tmp_path / "plain", keep_last=SAVES, max_differences=0)
+def test_values_are_the_same_in_fewer_bytes(tmp_path, plain, most, threads):
     paths = save_all(tmp_path / "run", keep_last=SAVES, max_differences=most, threads=threads)
-    for number, (path, other) in enumerate(zip(paths, plain, strict=True)):
-        assert loaded(path) == loaded(other)
+    for number, (path, (other, values)) in enumerate(zip(paths, plain.items(), strict=True)):
+        assert loaded(path) == values
         assert len(roles(path)) == bool(number % (most + 1)) and roles(other) == []
         full = number % (most + 1) == 0
         assert written(path) == written(other) if full else written(path) < 0.8 * written(other)
         reader = independent.Reader(path)
-        assert reader.tensor("w", True) == loaded(path)["w"]
+        assert reader.tensor("w", True) == values["w"]
 
 
 def test_each_needs_none_of_the_others(tmp_path):

@@ -123,14 +123,19 @@ def more_state(model, optimizer):
     optimizer.state[model.head.bias]["new"] = torch.zeros(3)
 
 
-@pytest.mark.parametrize("change, name", [
+CHANGES = [
     (in_place, "norm.weight"), (through_data, "hidden.weight"), (replaced, "head.weight"),
     (another, "head.weight"), (another_layer, "hidden.weight"), (one_more, "head.extra"), (removed, "hidden.bias"),
     (trained, "embed.weight"),
     (gradients, "embed.weight.grad"), (moments, "optimizer.state.hidden.weight.exp_avg"),
     (steps, "optimizer.state.head.bias.step"),
+]
+
+
+@pytest.mark.parametrize("change, name, at", [
+    *((*change, 3) for change in CHANGES), *((*change, 1) for change in CHANGES[::4]),  # after each, they look alike
+    *(pytest.param(*change, 1, marks=pytest.mark.campaign) for i, change in enumerate(CHANGES) if i % 4),
 ])
-@pytest.mark.parametrize("at", [1, 3])
 def test_state_that_evaluate_changes_is_named(tmp_path, change, name, at):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
