@@ -21,8 +21,9 @@ from tests.helpers import processes
 from tests.helpers.states import DecodedCheckpoints, load_copy, mixed_state, perturb, relative_error
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("parent", ["auto", None])
-def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
+def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent, count):
     state = mixed_state()
     config = {"storage": {"fsync": False, "block_elements": 1 << 12}}
     dsq_ckpt.save(state, tmp_path / "0", config=config, pinned=True)
@@ -43,7 +44,7 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
 
     monkeypatch.setattr(ContainerWriter, "_append", limited)
     total = sum(sizes)
-    for space in [16, 17, *range(100, total, total // 20), total - 33, total - 1, total + 10_000]:
+    for space in [16, 17, *range(100, total, total // count), total - 33, total - 1, total + 10_000]:
         left, path = space, tmp_path / f"with-{space}"
         load_copy(tmp_path / "1", state)  # the parent
         if space < total - 100:

@@ -147,9 +147,9 @@ def save_moving(run, moves, history=None, stage=None, overwrite=False, **refinem
 @pytest.mark.parametrize("how", [{}, {"stage": "copy"}, {"stage": "quantize"}, {"overwrite": True}])
 def test_differences_that_save_little_are_tried_less_and_less_often(tmp_path, how):
     """The older file that they keep on the disk is larger than what they save."""
-    differences, rows = save_moving(tmp_path, [0.2] * (20 if how else 54), **how)
+    differences, rows = save_moving(tmp_path, [0.2] * (10 if how else 54), **how)
     assert rows == [0, 3, 8, 17, 34, 51][: len(rows)] and differences == [number + 1 for number in rows]
-    assert len(rows) == (4 if how else 6)
+    assert len(rows) == (3 if how else 6)
 
 
 def test_a_difference_that_saves_enough_ends_the_wait(tmp_path):

@@ -354,7 +354,7 @@ def test_a_look_at_moments_that_has_no_memory_tells_nothing(tmp_path):
     assert bits(4) == 4
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2))])
 @pytest.mark.usefixtures("one_thread")
 def test_a_second_restore_costs_no_more_than_the_first(tmp_path, seed):
     """Late in a schedule, ten steps after the first: it cost 2.5 to 4.3 % of the loss once."""

@@ -74,7 +74,7 @@ def test_stages_end_at_what_rework_measures(monkeypatch) -> None:
 
 def test_rivals_are_as_large_as_the_paper_counts() -> None:
     """An element of top-n is 64 bits and one of SCAR 32; in files their places are coded, in less than a bit each."""
-    plan, results = rework.Experiment("gpt-tiny", 0, every=6, trials=2, limit=3), Results(None, "rework", {})
+    plan, results = rework.Experiment("gpt-tiny", 0, every=6, trials=1, limit=2), Results(None, "rework", {})
     lc, topn, scar = rework.methods(["lc", "topn", "scar"], [2])
     curve = rework.loss_curve(plan)
     rows = [rework.run_method(plan, method, curve, results) for method in (topn, scar)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.storage import files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
@@ -54,7 +55,8 @@ def each_file(path):
     return sorted(file for file in path.iterdir())
 
 
-def test_every_file_is_needed(damaged):
+def test_every_file_is_needed(damaged, monkeypatch):
+    monkeypatch.setattr(files, "REMOVAL_TIMEOUT", 0.01)  # nobody is removing it
     path, state, _ = damaged
     assert len(each_file(path)) == 6  # manifest, index, refinement, own file, two ancestors
     for file in each_file(path):
@@ -73,9 +75,10 @@ def test_truncated_files(damaged):
         held = file.read_bytes()
         for size in {0, 1, 7, 8, 16, 39, 40, len(held) - 1, *(rng.randrange(len(held)) for _ in range(6))}:
             file.write_bytes(held[:size])
-            assert failure(path, state), (SEED, file.name, size)
+            error = failure(path, state)
+            assert error, (SEED, file.name, size)
             if file.name != "manifest.json":
-                assert f"{size} bytes, expected {len(held)}" in str(failure(path, state)), (file.name, size)
+                assert f"{size} bytes, expected {len(held)}" in str(error), (file.name, size)
         file.write_bytes(held + b"\0")
         if file.name != "manifest.json":
             assert failure(path, state), file.name
@@ -93,7 +96,8 @@ def test_a_damaged_index_is_reported_once(damaged, caplog):
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
 
 
-def test_flipped_bits(damaged):
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.campaign)])
+def test_flipped_bits(damaged, count):
     """Whatever bit of whatever file flips, loading raises; nothing is silently different."""
     path, state, values = damaged
     rng = random.Random(SEED)
@@ -101,7 +105,7 @@ def test_flipped_bits(damaged):
     for file in each_file(path):
         held = file.read_bytes()
         places = {*range(0, 16, 2), *range(len(held) - 32, len(held), 3)}  # header and trailer
-        places |= {rng.randrange(len(held)) for _ in range(25)}
+        places |= {rng.randrange(len(held)) for _ in range(count)}
         for place in sorted(place for place in places if place < len(held)):
             bit = 1 << rng.randrange(8)
             file.write_bytes(held[:place] + bytes([held[place] ^ bit]) + held[place + 1 :])

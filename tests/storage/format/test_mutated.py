@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import dsq_ckpt
-from dsq_ckpt.cli import app
+from dsq_ckpt.cli import app, verify_command
+from dsq_ckpt.storage import files
 from tests.helpers import mutated_checkpoints as mutations
 from tests.helpers.mutated_checkpoints import Original
 
@@ -25,20 +26,29 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     return mutations.small_run(tmp_path_factory.mktemp("run"))
 
 
-def test_accidents(original: Original, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is removing what lacks a file here, which is waited for."""
+    for module in (files, verify_command):
+        monkeypatch.setattr(module, "REMOVAL_TIMEOUT", 0.01)
+
+
+@pytest.mark.parametrize("count", [75, pytest.param(1000, marks=pytest.mark.campaign)])
+def test_accidents(original: Original, tmp_path: Path, count: int) -> None:
     """Damage that checksums were not told of gives the same values or an error, never others."""
     rng = random.Random(SEED)
-    for number in range(150):
+    for number in range(count):
         told, path = mutations.changed(original, tmp_path / "x", mutations.accident, rng)
         kind, error = mutations.outcome(original, path)
         assert kind in ("same", "refused"), (SEED, number, told, error)
 
 
-def test_forgeries(original: Original, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.campaign)])
+def test_forgeries(original: Original, tmp_path: Path, count: int) -> None:
     """What says something else, with checksums that fit, may give other values; nothing worse, and no large memory."""
     rng = random.Random(SEED)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(300):
+    for number in range(count):
         told, path = mutations.changed(original, tmp_path / "x", mutations.forgery, rng)
         kind, error = mutations.outcome(original, path)
         assert kind != "crashed", (SEED, number, told, error)
