@@ -151,7 +151,7 @@ def test_a_save_that_fails_leaves_no_directory(tmp_path, monkeypatch, save, fail
             with pytest.raises(BaseException, match="No space left"):
                 save(perturb(state, 1), tmp_path / place)
             assert sorted(tmp_path.rglob("*")) == before
-    for place in places:
+    for place in places if fails.endswith("commit") else places[:1]:
         save(perturb(state, 1), tmp_path / place)
         check_whole(tmp_path / place)
 

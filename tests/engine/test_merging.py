@@ -14,6 +14,7 @@ import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.dequantizer import add_residual
 from dsq_ckpt.quantization.superstep import MOST_CODES, SuperStep
+from dsq_ckpt.storage import files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
@@ -196,7 +197,8 @@ def test_records_that_do_not_fit_are_refused(tmp_path, change):
         independent.Reader(target).tensor("a.weight")
 
 
-def test_damage_is_found(run, tmp_path):
+def test_damage_is_found(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "REMOVAL_TIMEOUT", 0.01)  # nobody is removing it
     _, source, expected = run
     path = tmp_path / "copy"
     shutil.copytree(dsq_ckpt.merge(source, tmp_path / "run" / "x").path, path)

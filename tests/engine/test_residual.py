@@ -13,6 +13,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.storage import files, links
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import independent_reader as independent
@@ -300,7 +301,9 @@ def test_nonfinite_values_are_stored_exactly(tmp_path):
             dsq_ckpt.save(states[2 + 2 * number], path, config=config)
 
 
-def test_damage_is_found(copied):
+def test_damage_is_found(copied, monkeypatch):
+    for module in (files, links):
+        monkeypatch.setattr(module, "REMOVAL_TIMEOUT", 0.01)  # nobody is removing it
     path, like, truth = copied
     for file in sorted(path.glob("*.dsq")):
         held = file.read_bytes()

@@ -252,6 +252,7 @@ def test_versus_is_at_no_more_harm() -> None:
 @pytest.mark.slow
 def test_peers_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(walking, "CONTINUED_STEPS", 2)  # any number shows whether rows have it
+    monkeypatch.setitem(JOBS, "excp", [*JOBS["excp"][:4], JOBS["excp"][-1]])  # two of those with fixed knobs
     target = tmp_path / "peers.json"
     arguments = ["peers", "gpt-tiny", "--directory", str(recording), "--json", str(target)]
     result = CliRunner().invoke(app, [

@@ -50,7 +50,7 @@ def test_a_configuration_that_suits_evaluate_alone_is_not_chosen(tmp_path, syste
     checked = dsq_ckpt.Compressor(
         model, optimizer, config, overfitted(model, seed), check=lambda: compute_loss(model, OTHER)
     )
-    for number in range(3):  # by the exhaustive search and by the neighbourhood
+    for number in range(2):  # by the exhaustive search and by the neighbourhood
         train(model, optimizer, 150 + 10 * number, 160 + 10 * number)
         exact = compute_loss(model, OTHER)
         path = tmp_path / "checked" / str(number)

@@ -138,12 +138,13 @@ def test_every_up_set_of_a_small_cube():
     assert sets == 50  # plane partitions in a box of 3 x 2 x 2 (MacMahon)
 
 
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("sizes", ["additive", "noisy"])
 @pytest.mark.parametrize("quality", ["up-set", "additive"])
-def test_trials_on_the_cube_of_the_paper(quality, sizes):
+def test_trials_on_the_cube_of_the_paper(quality, sizes, count):
     """Of 1000 problems of each kind: 10.0 to 11.1 trials on average, at most 25; 8 at a time, 3.2 rounds, at most 6."""
     counts, rounds = [], []
-    for seed in range(100):
+    for seed in range(count):
         feasible, size = problem(seed, PAPER, quality, sizes)
         counts.append(len(solve(feasible, size)[1].tried))
         rounds.append(len(solve(feasible, size, batch=8)[1].rounds))

@@ -70,7 +70,7 @@ def test_faults_that_pass_are_not_seen(server, bucket, fault, monkeypatch):
 @pytest.mark.parametrize("keys", [r"\.dsq", r"\.refinement", r"\.index", r"manifest\.json"])
 def test_a_save_that_cannot_upload_leaves_nothing(server, bucket, keys, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    dsq_ckpt.save(large(1), f"{bucket}/run/step-1")
+    dsq_ckpt.save(state_of(1), f"{bucket}/run/step-1")
     server.fault = lambda method, path, _: (
         "503 ServiceUnavailable" if method in ("PUT", "POST") and re.search(keys, path) else None
     )
@@ -81,7 +81,7 @@ def test_a_save_that_cannot_upload_leaves_nothing(server, bucket, keys, monkeypa
     assert dsq_ckpt.latest(f"{bucket}/run") == f"{bucket}/run/step-1"
     directory = resolve_checkpoint_path(f"{bucket}/run/step-2")
     assert get_storage(directory).list_entries(directory) == []
-    assert dsq_ckpt.save(large(3), f"{bucket}/run/step-2").depth == 1
+    assert dsq_ckpt.save(state_of(3), f"{bucket}/run/step-2").depth == 1
     assert loaded(f"{bucket}/run/step-2")["step"] == 3
 
 
@@ -134,13 +134,13 @@ import os, signal, sys
 import fsspec, torch, dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.object_store import Upload
-from tests.storage.test_remote_faults import large
+from tests.storage.test_remote_faults import large, state_of
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 run, when = sys.argv[1:]
-dsq_ckpt.save(large(1), f"{run}/step-1")
+dsq_ckpt.save(state_of(1), f"{run}/step-1")
 if when == "between files and manifest":
     Manifest.write = die
 else:
@@ -166,7 +166,7 @@ def test_a_client_that_is_killed_leaves_nothing_visible(server, bucket, when):
     assert loaded(f"{bucket}/run/step-1")["step"] == 1
     history = dsq_ckpt.SaveHistory()
     dsq_ckpt.load({}, f"{bucket}/run/step-1", history=history)
-    assert dsq_ckpt.save(large(2), f"{bucket}/run/step-2", history=history).depth == 1
+    assert dsq_ckpt.save(state_of(2), f"{bucket}/run/step-2", history=history).depth == 1
 
 
 def test_a_listing_that_lags_hides_but_never_misleads(server, bucket, monkeypatch):
