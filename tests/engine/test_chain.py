@@ -312,13 +312,11 @@ def test_every_configuration_follows_every_other(tmp_path):
         {"fit": "lloyd", "bins": 7, "sigma": 0.2}, {"fit": "kmeans", "bins": 16, "domain": "log"},
         {"fit": "kmeans", "bins": 254},
     ]
-    lossy = mixed_state()["lossy"]
-    state = {"lossy": {f"{name}.weight": lossy[f"{name}.weight"] for name in ("linear", "embed", "brain", "strided")}}
-    number, paths = 0, []
+    names, number, paths = ("linear.weight", "embed.weight", "brain.weight", "strided.weight"), 0, []
+    state = {"lossy": {name: mixed_state()["lossy"][name] for name in names}}
     for first, one in enumerate(configs):  # in a run each, as a load decodes all links of a chain
-        books = [one, one, *(book for other in configs[first + 1 :] for book in (other, one))]
         history = dsq_ckpt.SaveHistory()
-        for book in books:
+        for book in (one, one, *(book for other in configs[first + 1 :] for book in (other, one))):
             config = {
                 "quantize": {"weights": {"codebook": book}}, "storage": {"fsync": False},
                 "delta": {"coder": "huffman" if number % 3 == 0 else "rans", "max_chain": 1000},
