@@ -129,7 +129,6 @@ CHANGES = [(in_place, "norm.weight"), (through_data, "hidden.weight"), (replaced
            (removed, "hidden.bias"), (trained, "embed.weight"), (gradients, "embed.weight.grad"),
            (moments, "optimizer.state.hidden.weight.exp_avg"), (steps, "optimizer.state.head.bias.step")]
 
-
 @pytest.mark.parametrize("change, name, at", [
     pytest.param(*change, at, marks=pytest.mark.campaign if at == 1 and number % 4 else ())  # both look alike
     for at in (3, 1) for number, change in enumerate(CHANGES)])
