@@ -97,13 +97,13 @@ def in_background(output: Path) -> None:
 
 def deltas_in_background(output: Path) -> None:
     """Each is coded against the one before, and loses its refinement when it is old."""
-    hf_trainer, told = trainer(output, 6, config=None, save_steps=1, save_total_limit=5), []
+    hf_trainer, told = trainer(output, 5, config=None, save_steps=1, save_total_limit=4), []
     huggingface.attach(hf_trainer, on_save=told.append, asynchronous=True).train()
-    assert [result.path for result in told] == [output / f"checkpoint-{number}" for number in range(1, 7)]
-    manifests = [sound(output / f"checkpoint-{number}") for number in range(2, 7)]
-    assert [manifest.depth for manifest in manifests] == [1, 2, 3, 4, 5]
-    assert [manifest.refinement for manifest in manifests] == ["dropped"] * 2 + ["kept"] * 3
-    assert names(output) == [f"checkpoint-{number}" for number in range(2, 7)]
+    assert [result.path for result in told] == [output / f"checkpoint-{number}" for number in range(1, 6)]
+    manifests = [sound(output / f"checkpoint-{number}") for number in range(2, 6)]
+    assert [manifest.depth for manifest in manifests] == [1, 2, 3, 4]
+    assert [manifest.refinement for manifest in manifests] == ["dropped"] + ["kept"] * 3
+    assert names(output) == [f"checkpoint-{number}" for number in range(2, 6)]
 
 
 def best_in_background(output: Path) -> None:
@@ -199,15 +199,15 @@ def killed_in_background(output: Path) -> None:
     """A process that is killed before the checkpoint has its name goes on from the one before, bit-identical."""
     if (child := os.fork()) == 0:
         with before_publishing(4, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-            background_trainer(output, 6).train()
+            background_trainer(output, 4).train()
         os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert get_last_checkpoint(output) == str(output / "checkpoint-2")
-    hf_trainer = background_trainer(output, 6)
+    hf_trainer = background_trainer(output, 4)
     hf_trainer.train(resume_from_checkpoint=True)
-    assert names(output) == ["checkpoint-4", "checkpoint-6"]
-    plain = trainer(output.with_name("uninterrupted"), 6)
+    assert names(output) == ["checkpoint-2", "checkpoint-4"]
+    plain = trainer(output.with_name("uninterrupted"), 4)
     plain.train()
     same(everything(plain), everything(hf_trainer))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +41,9 @@ class StepCounter(TrainerCallback, ExportableState):
 
 
 def counting_trainer(output: Path, last: int, *, asynchronous: bool = False, **options: Any) -> Trainer:
-    options = {"more": {"callbacks": [StepCounter()]}, "restore_callback_states_from_checkpoint": True, **options}
+    options = {
+        "more": {"callbacks": [StepCounter()]}, "restore_callback_states_from_checkpoint": True, "save_steps": 1, **options
+    }
     hf_trainer = trainer(output, last, **options)
     return huggingface.attach(hf_trainer, hf_trainer.dsq_config, asynchronous=asynchronous)
 
@@ -53,14 +54,14 @@ def stored_steps(directory: Path) -> int:
 
 
 @contextmanager
-def failing_write(number: int, fail: Callable[[str], object]) -> Iterator[None]:
-    """Call `fail` with the path in place of the write with this number of the state at step 4."""
+def failing_write(number: int | None, fail: Callable[[str], object]) -> Iterator[None]:
+    """Call `fail` with the path before the write with this number of the state at step 2; None: before each."""
     write, count = TrainerState.save_to_json, 0
 
     def failing(state: TrainerState, path: str) -> None:
         nonlocal count
-        count += state.global_step == 4
-        if state.global_step == 4 and count == number:
+        count += state.global_step == 2
+        if state.global_step == 2 and number in (count, None):
             fail(path)
         write(state, path)
 
@@ -82,38 +83,38 @@ def callback_states(output: Path) -> None:
         def look(result: SaveResult, seen: dict[str, int] = seen) -> None:
             seen[Path(result.path).name] = stored_steps(Path(result.path))
 
-        hf_trainer = counting_trainer(run_directory, 4, asynchronous=asynchronous)
+        hf_trainer = counting_trainer(run_directory, 2, asynchronous=asynchronous)
         huggingface.attach(hf_trainer, "exact", on_save=look, asynchronous=asynchronous).train()
-        assert seen == ({"checkpoint-2": 2, "checkpoint-4": 4} if PartialState().process_index == 0 else {})
-        counting_trainer(run_directory, 6, asynchronous=asynchronous).train(resume_from_checkpoint=True)
-        assert stored_steps(run_directory / "checkpoint-6") == 6
+        assert seen == ({"checkpoint-1": 1, "checkpoint-2": 2} if PartialState().process_index == 0 else {})
+        counting_trainer(run_directory, 3, asynchronous=asynchronous).train(resume_from_checkpoint=True)
+        assert stored_steps(run_directory / "checkpoint-3") == 3
 
 
 def killed_in_last_write(output: Path) -> None:
-    """A process that is killed before or in a write of the state leaves the checkpoint before as the newest."""
-    plain = counting_trainer(output / "plain", 6)
-    plain.train()
+    """A process that is killed before or in a write of the state leaves the checkpoint before as the newest.
 
-    def kill(path: str, truncates: bool) -> None:
-        if truncates:
-            Path(path).write_text("")
-        os.kill(os.getpid(), signal.SIGKILL)
+    What it leaves is a copy of the directory at that moment; the run that is copied goes on.
+    """
+    run_directory, left = output / "whole", list[Path]()
 
-    for number in range(1, WRITES + 1):
+    def copy(path: str) -> None:
+        number = 1 + len(left) // 2
         for truncates in (False, True):
-            run_directory = output / f"{number}_{truncates}"
-            if (child := os.fork()) == 0:
-                with failing_write(number, lambda path, truncates=truncates: kill(path, truncates)):
-                    counting_trainer(run_directory, 6).train()
-                os._exit(1)
-            _, status = os.waitpid(child, 0)
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            assert get_last_checkpoint(run_directory) == str(run_directory / "checkpoint-2")
-            hf_trainer = counting_trainer(run_directory, 6)
-            hf_trainer.train(resume_from_checkpoint=True)
-            assert names(run_directory) == ["checkpoint-4", "checkpoint-6"]
-            assert stored_steps(run_directory / "checkpoint-6") == 6
-            same(everything(plain), everything(hf_trainer))
+            if truncates:
+                Path(path).write_text("")
+            left.append(shutil.copytree(run_directory, output / f"{number}_{truncates}"))
+
+    whole = counting_trainer(run_directory, 2)
+    with failing_write(None, copy):
+        whole.train()
+    assert len(left) == 2 * WRITES
+    for directory in left:
+        assert get_last_checkpoint(directory) == str(directory / "checkpoint-1")
+        again = counting_trainer(directory, 2)
+        again.train(resume_from_checkpoint=True)
+        assert names(directory) == ["checkpoint-1", "checkpoint-2"]
+        assert stored_steps(directory / "checkpoint-2") == 2
+        same(everything(whole), everything(again))
 
 
 def full_disk_in_last_write(output: Path) -> None:
@@ -123,19 +124,19 @@ def full_disk_in_last_write(output: Path) -> None:
     for asynchronous in (False, True):
         for number in range(1, WRITES + 1):
             run_directory = output / f"{number}_{asynchronous}"
-            hf_trainer = counting_trainer(run_directory, 6, asynchronous=asynchronous)
+            hf_trainer = counting_trainer(run_directory, 3, asynchronous=asynchronous)
             with (
                 failing_write(number, fill_disk),
                 pytest.raises(DSQError, match="rank 0 failed.*No space left" if rank else text) as caught,
             ):
                 hf_trainer.train()
             assert isinstance(caught.value, SaveFailed)
-            assert hf_trainer.state.global_step == 4
+            assert hf_trainer.state.global_step == 2
             if is_distributed:
                 dist.barrier()  # rank 0 removes what is left
-            assert names(run_directory) == ["checkpoint-2"]
-            counting_trainer(run_directory, 4).train(resume_from_checkpoint=True)
-            assert stored_steps(run_directory / "checkpoint-4") == 4 and sound(run_directory / "checkpoint-4")
+            assert names(run_directory) == ["checkpoint-1"]
+        counting_trainer(run_directory, 2).train(resume_from_checkpoint=True)  # from the same after either write
+        assert stored_steps(run_directory / "checkpoint-2") == 2 and sound(run_directory / "checkpoint-2")
 
 
 def writing_in_subclass(output: Path) -> None:

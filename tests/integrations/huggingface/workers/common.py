@@ -54,7 +54,7 @@ def trainer(
     settings = {
         "output_dir": str(output), "max_steps": last, "per_device_train_batch_size": 4, "save_steps": 2,
         "save_total_limit": 2, "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 2, "report_to": [],
-        "disable_tqdm": True, "use_cpu": True, "seed": 0, "gradient_accumulation_steps": 2,
+        "disable_tqdm": True, "use_cpu": True, "seed": 0,
     }
     hf_trainer = Trainer(
         gpt2() if model is None else model, TrainingArguments(**(settings | arguments)), train_dataset=Counting(),

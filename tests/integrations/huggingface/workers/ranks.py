@@ -45,12 +45,12 @@ def once(work: Any) -> None:
 
 def ddp(output: Path) -> None:
     """Under DDP a resumed run ends bit-identical, also the random state of each rank."""
-    first = trainer(output, 6, gradient_accumulation_steps=1)
+    first = trainer(output, 6)
     first.train()
     assert isinstance(first.model_wrapped, DistributedDataParallel)
     assert sound(output / "checkpoint-4").ranks == 2
     once(lambda: until(output, output.with_name("copy"), 4))
-    again = trainer(output.with_name("copy"), 6, gradient_accumulation_steps=1)
+    again = trainer(output.with_name("copy"), 6)
     again.train(resume_from_checkpoint=True)
     same(everything(first), everything(again))
     assert names(output.with_name("copy")) == ["checkpoint-4", "checkpoint-6"]
@@ -61,11 +61,11 @@ def ddp(output: Path) -> None:
 
 def ddp_in_background(output: Path) -> None:
     """The same with saves in the background; a failure of rank 0 there is an error of all at the next save."""
-    first = background_trainer(output, 6, gradient_accumulation_steps=1)
+    first = background_trainer(output, 4)
     first.train()
-    assert names(output) == ["checkpoint-4", "checkpoint-6"] and sound(output / "checkpoint-4").ranks == 2
-    once(lambda: until(output, output.with_name("background"), 4))
-    again = background_trainer(output.with_name("background"), 6, gradient_accumulation_steps=1)
+    assert names(output) == ["checkpoint-2", "checkpoint-4"] and sound(output / "checkpoint-4").ranks == 2
+    once(lambda: until(output, output.with_name("background"), 2))
+    again = background_trainer(output.with_name("background"), 4)
     again.train(resume_from_checkpoint=True)
     same(everything(first), everything(again))
     hf_trainer = background_trainer(output.with_name("full"), 6)
@@ -128,7 +128,7 @@ def trainer_fsdp2(output: Path) -> None:
     """With FSDP2's sharded parameters a resumed run ends bit-identical; it saves in the background."""
     def sharded(directory: Path, make: Any = trainer) -> Any:
         as_cpu()
-        hf_trainer = make(directory, 6, gradient_accumulation_steps=1)
+        hf_trainer = make(directory, 4)
         as_fsdp(hf_trainer.accelerator)
         hf_trainer.is_fsdp_enabled = True
         return hf_trainer
@@ -136,12 +136,12 @@ def trainer_fsdp2(output: Path) -> None:
     first = sharded(output)
     first.train()
     assert isinstance(first.model, FSDPModule)
-    once(lambda: until(output, output.with_name("sharded"), 4))
+    once(lambda: until(output, output.with_name("sharded"), 2))
     again = sharded(output.with_name("sharded"), background_trainer)
     again.train(resume_from_checkpoint=True)
     assert again.model is not first.model
-    assert names(output.with_name("sharded")) == ["checkpoint-4", "checkpoint-6"]
-    assert sound(output.with_name("sharded") / "checkpoint-6").ranks == 2
+    assert names(output.with_name("sharded")) == ["checkpoint-2", "checkpoint-4"]
+    assert sound(output.with_name("sharded") / "checkpoint-4").ranks == 2
     same(everything(first), everything(again))
     as_cpu()
 
