@@ -42,7 +42,8 @@ class StepCounter(TrainerCallback, ExportableState):
 
 def counting_trainer(output: Path, last: int, *, asynchronous: bool = False, **options: Any) -> Trainer:
     options = {
-        "more": {"callbacks": [StepCounter()]}, "restore_callback_states_from_checkpoint": True, "save_steps": 1, **options
+        "more": {"callbacks": [StepCounter()]}, "restore_callback_states_from_checkpoint": True, "save_steps": 1,
+        **options,
     }
     hf_trainer = trainer(output, last, **options)
     return huggingface.attach(hf_trainer, hf_trainer.dsq_config, asynchronous=asynchronous)
