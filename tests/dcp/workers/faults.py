@@ -69,6 +69,11 @@ def fault(number: int = errno.EIO) -> Callable[..., Any]:
     return fail
 
 
+def culprits(size: int) -> tuple[int, int]:
+    """The coordinator, and one of the others: all of them do the same."""
+    return 0, size - 1
+
+
 @contextmanager
 def broken(active: bool, target: Any, name: str, what: Callable[..., Any]) -> Iterator[None]:
     """`target.name` replaced on this rank, if `active`."""
@@ -92,7 +97,7 @@ class BrokenPlanner(DefaultSavePlanner):
 
 def planners(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """Data that cannot be had: before the all-reduce if it is lossy, after it if it is exact."""
-    for culprit in range(size):
+    for culprit in culprits(size):
         for kind in ("weight", "bias"):
             for parent in ("auto", None):
                 planner = BrokenPlanner()
@@ -115,7 +120,7 @@ def writing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     steps: list[tuple[Any, str]] = [
         (ContainerWriter, "add"), (ContainerWriter, "finish"), (os, "fsync"), (os, "replace"),
     ]
-    for culprit in range(size):
+    for culprit in culprits(size):
         for target, name in steps:
             path = root / f"writing-{culprit}-{name}"
             with broken(rank == culprit, target, name, fault(errno.ENOSPC)):
@@ -128,7 +133,7 @@ def writing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 
 def linking(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """Ancestors that cannot be linked on one rank."""
-    for culprit in range(size):
+    for culprit in culprits(size):
         earlier.read(earlier.paths[1])  # the parent
         path = root / f"linking-{culprit}"
         with broken(rank == culprit, inheritance, "link_files", fault()):
@@ -158,7 +163,7 @@ def committing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 
 def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """A parent whose files one rank cannot read."""
-    for culprit in range(size):
+    for culprit in culprits(size):
         path = root / f"parents-{culprit}"
 
         def unreadable(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +189,7 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """One rank fails in the call of an asynchronous save, or in its background."""
     earlier.read(earlier.paths[1])
     staged = {"quantize": (quantized_staging, "make_staged_state_dict"), "copy": (copies, "copy_bare_state_dict")}
-    for culprit, (stage, own) in product(range(size), staged.items()):
+    for culprit, (stage, own) in product(culprits(size), staged.items()):
         for target, name in (
             (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"), own,
             (pipeline, "write_rank"), (ContainerWriter, "finish"),
@@ -210,7 +215,7 @@ def loading(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     from dsq_ckpt.dcp.reader import DSQStorageReader
     from dsq_ckpt.storage.checkpoint import Checkpoint
 
-    for culprit in range(size):
+    for culprit in culprits(size):
         for target, name in (
             (Checkpoint, "prepare_load"), (Checkpoint, "read_record"), (DSQStorageReader, "read_metadata"),
         ):
@@ -269,7 +274,7 @@ def giving(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     compressor.save(root / "giving-compressor" / "a")
     dsq_ckpt.save(module, root / "giving-module" / "a")
     dsq_ckpt.save({"module": module, "count": Counter(False), "more": {"a": 1}}, root / "giving-state" / "a")
-    for culprit in range(size):
+    for culprit in culprits(size):
         text = f"rank {culprit} failed: RuntimeError: a hook that takes"
         module.fails = "set" if rank == culprit else ""
         fails_everywhere(lambda: dsq_ckpt.load(module, root / "giving-module" / "a"), text)
