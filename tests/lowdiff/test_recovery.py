@@ -31,7 +31,8 @@ from tests.lowdiff.loops import (
 )
 
 pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
-STEPS = 6
+STEPS = 5
+"""Schedules change rates after four."""
 
 
 def adam(model, **options):

@@ -22,7 +22,8 @@ from tests.lowdiff.loops import Case, Loop, Sometimes, normalized, perceptron, s
 from tests.lowdiff.workers.replica import check_same, known_holders, replica_of, restored, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS = 6
+STEPS = 4
+"""Every third one is skipped, or uses a layer that others do not."""
 holders = pytest.fixture(known_holders)
 
 
@@ -99,7 +100,7 @@ def test_optimizers(tmp_path, holders, name):
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1)  # changes betas, too
+    return lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=7)  # changes betas, too; no loop is longer
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ def fitted(steps: int) -> tuple[nn.Module, torch.optim.LBFGS]:
     """A network that fits a sine, in float64, after steps of L-BFGS."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 80), nn.Tanh(), nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 1)).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
     for _ in range(steps):
         step(model, optimizer)
     return model, optimizer

@@ -55,17 +55,18 @@ def test_a_slice_of_one_stacked_member_is_found_and_needed(members: int, dim: in
 @pytest.mark.parametrize(("shape", "dim"), [((128, 1100, 64), 1), ((16, 64, 9000), 2), ((256, 64, 700), 2)])
 def test_none_of_very_many_rows_of_members_is_left_out(shape: tuple[int, ...], dim: int) -> None:
     """However many members they are looked at with at a time, and wherever they lie."""
-    stacked = normal(*shape)
+    stacked, squares = normal(*shape), torch.ones(shape)
     assert not has_lost_rows(stacked)
     for member, row in ((2, 3), (shape[0] - 1, shape[dim] - 1), (shape[0] // 2 + 1, 5)):
         small = stacked[member].select(dim - 1, row)
         original = small.clone()
         small.mul_(0.5 / RATIO)
-        squares = torch.ones(shape)
-        squares[member].select(dim - 1, row).fill_((2.0 * RATIO) ** 2)
         assert may_have_lost_rows([stacked], [None]) == [True] and has_lost_rows(stacked)
-        assert are_rows_needed(stacked, squares) is True and are_rows_needed(stacked, torch.ones_like(squares)) is False
+        assert are_rows_needed(stacked, squares) is False
+        large = squares[member].select(dim - 1, row).fill_((2.0 * RATIO) ** 2)
+        assert are_rows_needed(stacked, squares) is True
         small.copy_(original)
+        large.fill_(1.0)
 
 
 def test_no_look_copies_a_tensor_that_is_not_contiguous() -> None:

@@ -23,7 +23,7 @@ from dsq_ckpt.lowdiff import GradientLog, segments
 from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.loops import Case, Loop, State, cut, differences, normalized, seeded
 
-STEPS = 6
+STEPS = 4
 CHECKS: dict[str, Callable[[Path], None]] = {}
 CLIPPED = Case(
     lambda model: AdamW([

@@ -27,7 +27,7 @@ from tests.lowdiff.loops import Case, Loop, Sometimes, differences, normalized, 
 from tests.lowdiff.uninterrupted import forked
 from tests.lowdiff.workers.replica import check_same, replica_of, until
 
-STEPS = 7
+STEPS = 5
 SMALL = 0.0005
 """MB: many buckets."""
 CHECKS: dict[str, Callable[[Path, int], None]] = {}
