@@ -15,7 +15,7 @@ from tests.coding import common, test_changes
 
 NATIVE = Path(native.__file__).parent
 FLAGS = ["-g1", "-Og", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-ROUNDS = [pytest.param(10_000), pytest.param(40_000, marks=pytest.mark.campaign)]
+ROUNDS = [pytest.param(20_000), pytest.param(40_000, marks=pytest.mark.campaign)]
 
 
 @pytest.fixture(scope="module")
