@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -70,11 +71,14 @@ def python(text, *arguments, forked=False):
 
 
 SERVER = """
-import json, os, sys
-import numba, torch, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, typer
+import gc, json, os, sys
+import numba, pydantic.dataclasses, torch, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, typer
+from tests.helpers import fork_server
 numba.njit("int64(int64)")(lambda number: number + 1)  # so that it has loaded what each compilation needs
 sys.path[0] = ""
 assert "dsq_ckpt" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
+gc.collect()
+gc.freeze()  # or the collector of each fork would walk over, and so copy, all that is here: more than a second
 for line in sys.stdin:
     arguments, caches, output = json.loads(line)
     child = os.fork()
@@ -85,8 +89,7 @@ for line in sys.stdin:
         os.environ["NUMBA_CACHE_DIR"] = caches
         numba.config.reload_config()
         text, *sys.argv[1:] = arguments
-        exec(text, {"__name__": "__main__"})
-        sys.exit()
+        fork_server.run(lambda: exec(text, {"__name__": "__main__"}))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -122,9 +125,10 @@ def fresh(server, tmp_path):
 
 
 @pytest.fixture
-def warmed(tmp_path):
+def warmed(fresh, tmp_path):
     """A directory for caches, with all that is kept for this checkout: kernels of saves and loads, and others."""
-    python(IN_NUMBA + "from dsq_ckpt.engine import warmup\nfor group in ('save', 'load'): warmup.compile_group(group)")
+    text = IN_NUMBA + "from dsq_ckpt.engine import warmup\nfor group in ('save', 'load'): warmup.compile_group(group)"
+    fresh(text, caches=os.environ.get("NUMBA_CACHE_DIR", ""))
     caches = tmp_path / "caches"
     places = {
         kernel.stats.cache_path: _CacheLocator.get_suitable_cache_subpath(kernel.py_func.__code__.co_filename)
