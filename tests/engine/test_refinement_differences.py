@@ -67,7 +67,8 @@ def written(path):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A run without differences: what each of its checkpoints holds, by path."""
-    restored_values._loads = restored_values.LoadCounts()  # of tests before
+    # Each test begins like this, but only after this fixture; loads of other modules would give moments finer parts.
+    restored_values._loads = restored_values.LoadCounts()
     paths = save_all(tmp_path_factory.mktemp("plain"), keep_last=SAVES, max_differences=0)
     return {path: loaded(path) for path in paths}
 

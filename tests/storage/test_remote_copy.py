@@ -43,12 +43,13 @@ def _size(run) -> int:
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
 def test_a_run_is_copied_as_it_is(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
-    paths = stored_chain(str(source), 3)
+    paths = stored_chain(str(source), 4)  # the refinement of the first is dropped, and another one is its difference
     done = copy_checkpoints(source, target)
-    assert done.checkpoints == 3
+    assert done.checkpoints == 4
     manifests = [Manifest.read(path) for path in paths]
     older = [file.size for manifest in manifests for file in manifest.files if file.role == "older_refinement"]
-    assert bool(older) == (kinds[0] == "disk") and done.links == 1 + 2
+    assert bool(older) == (kinds[0] == "disk") and done.links == 1 + 2 + 3
+    assert [manifest.refinement for manifest in manifests] == ["dropped", *["kept"] * 3]
     # A store has no links, and a manifest there refers to base files of others alone.
     copies = sum(older) - sum(file.size for file in list_linked_refinement(manifests))
     assert _size(source) + copies == _size(target) == done.bytes
@@ -60,8 +61,8 @@ def test_a_run_is_copied_as_it_is(place, kinds):
     result = CliRunner().invoke(app, ["verify", str(target)])
     assert result.exit_code == 0, result.output
     history = dsq_ckpt.SaveHistory()
-    dsq_ckpt.load({}, target / "step-3", history=history)
-    assert dsq_ckpt.save(state_of(4), target / "step-4", history=history).depth == 3
+    dsq_ckpt.load({}, target / "step-4", history=history)
+    assert dsq_ckpt.save(state_of(5), target / "step-5", history=history).depth == 4
 
 
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])

@@ -24,6 +24,7 @@ from tests.helpers.checkpointing_processes import Nursery
 from tests.lowdiff.loops import Case, Loop, State, cut, differences, normalized, seeded
 
 STEPS = 4
+"""Twice as many as slots, so that each is used again."""
 CHECKS: dict[str, Callable[[Path], None]] = {}
 CLIPPED = Case(
     lambda model: AdamW([
@@ -77,7 +78,7 @@ def every_step(case: Case, run: Path, spec: str, hook: Callable[[DDP], None] | N
     if hook is not None:
         hook(loop.model)
     table = [loop.state()]
-    with loop.log(run, compressor=spec) as log:
+    with loop.log(run, compressor=spec, queue=STEPS // 2) as log:
         table += train(loop, log, STEPS)
         assert log.logging
     dist.barrier()  # every rank has closed its log
