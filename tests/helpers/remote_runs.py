@@ -28,7 +28,11 @@ def chain(run: str, length: int) -> list:
 
 
 def stored_chain(run: str, length: int) -> list:
-    """Return `chain`; on a store its files are put there, for tests that do not go on: 12 requests, instead of 84."""
+    """Return the paths of a run as `chain` saves it.
+
+    On a store, the files of a run that was saved in memory are put there: of three checkpoints, 12 requests, not 84.
+    This process then knows nothing of these checkpoints, and codes a save as a delta only after a load.
+    """
     paths = [resolve_checkpoint_path(f"{run}/step-{step}") for step in range(1, length + 1)]
     if not is_remote(paths[0]):
         return chain(run, length)

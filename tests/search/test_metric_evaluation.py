@@ -139,7 +139,7 @@ def test_the_same_seed_gives_the_same_trials(tmp_path):
 
 @pytest.mark.parametrize("value, function, call, when", [
     (float("nan"), "evaluate", 1, ""), (float("nan"), "check", 2, AGAIN), (float("inf"), "evaluate", 2, AGAIN),
-    (float("inf"), "check", 1, ""), (-1e305, "evaluate", 1, ""), (-1e305, "check", 2, AGAIN),  # every pair of these
+    (float("inf"), "check", 1, ""), (-1e305, "evaluate", 1, ""), (-1e305, "check", 2, AGAIN),  # all pairs of these
 ])
 def test_a_first_metric_without_a_finite_number_leads_to_the_fallback(tmp_path, value, function, call, when):
     """Also one that is only too large for the manifest: the commit failed."""

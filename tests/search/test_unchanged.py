@@ -130,7 +130,7 @@ CHANGES = [(in_place, "norm.weight"), (through_data, "hidden.weight"), (replaced
            (moments, "optimizer.state.hidden.weight.exp_avg"), (steps, "optimizer.state.head.bias.step")]
 
 @pytest.mark.parametrize("change, name, at", [
-    pytest.param(*change, at, marks=pytest.mark.campaign if at == 1 and number % 4 else ())  # both look alike
+    pytest.param(*change, at, marks=pytest.mark.campaign if at == 1 and number % 4 else ())  # calls are checked alike
     for at in (3, 1) for number, change in enumerate(CHANGES)])
 def test_state_that_evaluate_changes_is_named(tmp_path, change, name, at):
     model = Net()

@@ -3,9 +3,9 @@
 argv = an empty directory, each | one.
 
 All ranks get an error that names the rank and its cause, nothing is left, and the next one works; in each way to save
-and to load. `each` tries the first and the last rank at every place, `one` either of them in turn, and of what runs
-alike in the thread of the call, each place in `save` and in one more way. The next save or load of `one` fails at the
-next place, but for `save`: only the last one is to succeed.
+and to load. `each` tries the first and the last rank at every place. `one` tries either of them in turn, and the places
+that the ways `ALIKE` share once among them. In its ways other than `save`, what follows a failure is the failure at the
+next place, and a save or load that succeeds follows the last one alone.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_a_chain_is_what_the_host_makes(by_the_host, here, tmp_path, save):
         assert find_differences(load_copy(path, states()[0]), values) == []
 
 
-# Copies are made before any kernel runs; that Triton's quantize what is left is one case.
+# Copies are made before any kernel runs, so one case shows that Triton's kernels quantize what is left.
 @pytest.mark.parametrize("here, save, together", [
     pytest.param(*case, marks=[] if case[0] == "cpu" or case[1:] == (staged, 30_000) else [pytest.mark.campaign])
     for case in product(["cpu", "triton"], [dsq_ckpt.save, staged], [1 << 28, 30_000])
@@ -345,7 +345,7 @@ CODEBOOKS = [Lattice(step=0.7), KMeans(bins=4, domain="log", protect=0.01), KMea
 COVERING = ((0, 0), (1, 3), (2, 1), (2, 4))
 
 
-# Kernels read values of 16 bits as float32, and do the same with them then: with any codebook, and any bits, once.
+# Kernels convert 16-bit values to float32 first: with these, each codebook and each number of bits is one case.
 @pytest.mark.parametrize("dtype, number, bits", [
     pytest.param(dtype, *case, marks=[] if dtype == torch.float32 or case in COVERING else [pytest.mark.campaign])
     for dtype in (torch.float32, torch.bfloat16, torch.float16) for case in product(range(3), [0, 1, 3, 4])
