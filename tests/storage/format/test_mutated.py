@@ -33,7 +33,7 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "REMOVAL_TIMEOUT", 0.01)
 
 
-@pytest.mark.parametrize("count", [75, pytest.param(1000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_accidents(original: Original, tmp_path: Path, count: int) -> None:
     """Damage that checksums were not told of gives the same values or an error, never others."""
     rng = random.Random(SEED)
