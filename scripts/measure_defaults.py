@@ -200,7 +200,7 @@ def _restore_row(
 ) -> dict[str, Any]:
     training = Run(steps, seed)
     every = steps // (failures + 1)
-    written = kept_bytes = logical = 0
+    written = logical = 0
     with tempfile.TemporaryDirectory() as directory, _quiet():
         history = dsq_ckpt.SaveHistory()
         for number in range(failures):
@@ -215,11 +215,12 @@ def _restore_row(
             training.restore(state)
             written += dsq_ckpt.describe(target)["bytes_written"]
             logical += dsq_ckpt.describe(target)["bytes_logical"]
-        kept_bytes = History.read(Path(directory)).total["everything"].kept
+        row: dict[str, Any] = {"name": name}
+        if values is not None:
+            kept_bytes = History.read(Path(directory)).total["everything"].kept
+            row |= {"ratio_written": logical / written, "ratio_kept": logical / kept_bytes}
         training.train(failures * every, steps)
-    row: dict[str, Any] = {"name": name, "final_loss": training.loss()}
-    if values is not None:
-        row |= {"ratio_written": logical / written, "ratio_kept": logical / kept_bytes}
+    row["final_loss"] = training.loss()
     console.print(row)
     return row
 
