@@ -8,12 +8,13 @@ import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.cli import bench_coding, output
 from dsq_ckpt.cli import benchmark as bench
-from dsq_ckpt.cli import output
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
 from tests.helpers.commands import dsq_error, dsq_json, dsq_stdout, find_file, flip_bit, run_dsq
@@ -207,6 +208,18 @@ def test_bench_leaves_out_what_memory_is_too_small_for(tmp_path, monkeypatch):
     measured.clear()
     assert "left out" not in dsq_stdout("bench", "--stall", "--parameters", "5e5", "--dir", tmp_path)
     assert measured == [False, True]
+
+
+def test_bench_codes_as_saves_do():
+    """Deltas of which few codes change are lists, as in a save; their decoders give the codes."""
+    work, bits = bench_coding.coding_benchmarks()
+    names = {name: work[f"decode, {name}"].func.__self__.name for name in bench_coding.STREAMS}
+    assert names == {"3.5 bit": "rans", "1.4 bit": "rans", "0.3 bit": "changes", "0.12 bit": "changes"}
+    for name, change in bench_coding.STREAMS.items():
+        assert abs(bits[name] - float(name.split()[0])) < 0.06
+        decode = work[f"decode, {name}"]
+        decode()
+        assert np.array_equal(decode.args[2], bench_coding.stream(change)[0])
 
 
 def test_units():
