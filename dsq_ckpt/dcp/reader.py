@@ -205,10 +205,11 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
     ) -> None:
         """Decode chunks in parallel; the planner is called in one thread, chunk by chunk in order."""
         pending: deque[_PendingChunk] = deque()
-        ranges, tied, decoded_codes = AddressRanges(), TiedTargets(), dict[RecordRef, Codes]()
+        ranges, tied = AddressRanges(), TiedTargets()
+        decoded_codes, decoded_parts = dict[RecordRef, Codes](), dict[RecordRef, tuple[Codes, int, int]]()
 
         def loads() -> Iterator[ChunkLoad]:
-            for index, ref in _sort_by_dependency(checkpoint, requests):
+            for index, ref, is_measure in _sort_by_dependency(checkpoint, requests):
                 run_pending_handlers()
                 record, items = checkpoint.read_record(ref), requests[index]
                 self._check_lossy(index.fqn, record)
@@ -220,9 +221,10 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
                 # for tied tensors, which would be written concurrently. Other targets are sliced from a copy.
                 exclusive = [target.device.type == "cpu" and ranges.add(*address_range(target)) for target in targets]
                 output = alias_of(targets[0]) if exclusive == [True] else None
+                keep = (is_measure or _is_whole_chunk(items, key)) and "residual" not in record
                 load = checkpoint.prepare_load(
                     ref, refined, workers, output, _get_element_range(items, key.shape),
-                    CodeReuse(_is_whole_chunk(items, key) and "residual" not in record, decoded_codes),
+                    CodeReuse(keep, decoded_codes, decoded_parts),
                 )
                 self._check_targets(index.fqn, load.tensor.dtype, targets)
                 pending.append(_PendingChunk(ref, key, items, targets, output))
@@ -230,9 +232,11 @@ class DSQStorageReader(CheckpointLocation, StorageReader):
 
         for load in decode_all(loads(), workers):
             ref, key, items, targets, into = pending.popleft()
-            if load.codes is not None:
+            if load.codes is not None and _is_whole_chunk(items, key):
                 cache.codes[key], cache.refs[key] = load.codes, ref
                 decoded_codes[ref] = load.codes
+            elif load.codes is not None and load.blocks:
+                decoded_parts[ref] = load.codes, load.blocks[0].start, load.blocks[-1].stop
             for item, target in zip(items, targets, strict=True):
                 piece = load.tensor
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -304,11 +308,8 @@ class _PendingChunk(NamedTuple):
 
 def _sort_by_dependency(
     checkpoint: Checkpoint, requests: Iterable[MetadataIndex]
-) -> list[tuple[MetadataIndex, RecordRef]]:
-    """Return chunks with their records, second moments before the first moments that are scaled by them.
-
-    So the codes of second moments are decoded only once.
-    """
+) -> list[tuple[MetadataIndex, RecordRef, bool]]:
+    """Return chunks with their records, and whether they scale first moments: they come first, to be decoded once."""
     order, measures = [], set[str]()
     for index in requests:
         assert index.offset is not None
@@ -316,7 +317,7 @@ def _sort_by_dependency(
         order.append((index, ref))
         if (measure := checkpoint.read_record(ref).get("root")) is not None:
             measures.add(str(measure))
-    return sorted(order, key=lambda pair: pair[0].fqn not in measures)
+    return sorted(((*pair, pair[0].fqn in measures) for pair in order), key=lambda row: not row[2])
 
 
 def _check_same_save(saves: Sequence[Any]) -> None:

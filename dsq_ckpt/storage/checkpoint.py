@@ -157,7 +157,7 @@ class Checkpoint(CheckpointFiles):
                 return ChunkLoad(out, [slice(0, out.numel())], read, naming)
             read(slice(None), out.view(-1), workers.scratch)
             return ChunkLoad(out, [], read, naming)
-        if (chunk := self._prepare_coded_chunk(ref, refined, workers, reuse)) is not None:
+        if (chunk := self._prepare_coded_chunk(ref, refined, workers, reuse, span)) is not None:
             out = allocate_output(shape, dtype, into)
             return ChunkLoad(
                 out, chunk.select_blocks(span), partial(decode_coded, chunk), naming, chunk.codes, chunk.second_moments
@@ -179,14 +179,16 @@ class Checkpoint(CheckpointFiles):
             copy_clamped(torch.frombuffer(bytearray(raw), dtype=stored), out)
 
     def _prepare_coded_chunk(
-        self, ref: RecordRef, refined: bool, workers: Workers, reuse: CodeReuse
+        self, ref: RecordRef, refined: bool, workers: Workers, reuse: CodeReuse, span: tuple[int, int] | None
     ) -> ChunkDecoder | None:
         """Return a chunk for block-wise decoding; None if that is not possible."""
         record = self.read_record(ref)
         if record["type"] != "coded" or "residual" in record:
             return None
         values = self._make_record_decoder(ref, record, refined)
-        chain = [] if ref in reuse.known else self.read_chain(ref)
+        span = None if len(values.protected) else span  # protected values take all blocks
+        known = reuse.find(ref, span)
+        chain = self.read_chain(ref) if known is None else []
         if any(link.step != values.step for link in chain):
             return None
         factor: Callable[[slice, F32, Scratch], DecodingTask | None] | None = None
@@ -195,12 +197,12 @@ class Checkpoint(CheckpointFiles):
             if self.read_record(measure)["type"] == "plain":
                 factor = partial(multiply_by_second_moments, times, self._decode_plain(measure, workers))
             else:
-                measure_chunk = self._prepare_coded_chunk(measure, False, workers, reuse)
+                measure_chunk = self._prepare_coded_chunk(measure, False, workers, reuse, span)
                 if measure_chunk is None or measure_chunk.step != values.step:
                     return None
                 factor = SecondMomentFactor(measure, measure_chunk, times)
         count = math.prod(record["shape"])
-        codes = np.empty(count, np.uint8) if reuse.keep and chain else reuse.known.get(ref)
+        codes = np.empty(count, np.uint8) if reuse.keep and chain else known
         return ChunkDecoder(chain, values, codes, count, factor)
 
     def _find_second_moments(self, record: dict[str, Any]) -> RecordRef | None:

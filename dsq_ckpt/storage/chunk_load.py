@@ -203,10 +203,19 @@ class CodeReuse(NamedTuple):
     Attributes:
         keep: keep the codes of the chain, and of the second moments that scale it; 1 byte per element.
         known: codes of whole chunks, by record, that are decoded already.
+        parts: codes of chunks, by record, of which a range of elements is decoded already, with first and end of it.
     """
 
     keep: bool = False
     known: Mapping[RecordRef, Codes] = MappingProxyType({})
+    parts: Mapping[RecordRef, tuple[Codes, int, int]] = MappingProxyType({})
+
+    def find(self, ref: RecordRef, span: tuple[int, int] | None) -> Codes | None:
+        """Return the codes of a record, decoded at least in a span of elements (None: all), or None."""
+        if span is not None and ref in self.parts:
+            codes, first, end = self.parts[ref]
+            return codes if first <= span[0] and span[1] <= end else None
+        return self.known.get(ref)
 
 
 NO_REUSE = CodeReuse()

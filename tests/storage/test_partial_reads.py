@@ -110,3 +110,34 @@ def test_blocks_that_are_not_needed_may_be_damaged(run, tmp_path):
             read(path, "model.w", [0, 0], [20, 100], whole)
     finally:
         file.write_bytes(held)
+
+
+def test_second_moments_of_a_part_are_decoded_once(run, monkeypatch):
+    """Both moments of a part need them; a part of first moments that reaches beyond is decoded with its own."""
+    _, path, expected = run
+    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
+    decoded = []
+    decode = ChainRecord.decode
+    monkeypatch.setattr(
+        ChainRecord, "decode",
+        lambda self, where, *rest: decoded.append((str(self.reader.path), str(self.blocks), where.start))
+        or decode(self, where, *rest),
+    )
+    for first, length in ([50, 20], [45, 30]):
+        # Weights come in between, as in a state: what is prepared beside the last block knows no codes of it.
+        boxes = {"model.w": [50, 20], names[0]: [first, length], names[1]: [50, 20]}
+        targets = {fqn: torch.zeros([box[1], 100], dtype=expected[fqn].dtype) for fqn, box in boxes.items()}
+        items = []
+        for fqn, box in boxes.items():
+            index = MetadataIndex(fqn, torch.Size([0, 0]))
+            items.append(_create_read_item_for_tensor(index, (0, 0), index, [box[0], 0], [box[1], 100]))
+        planner = SimpleNamespace(
+            resolve_tensor=lambda item, targets=targets: targets[item.dest_index.fqn],
+            commit_tensor=lambda item, tensor: None,
+        )
+        decoded.clear()
+        reader = dsq_ckpt.DSQStorageReader(path, threads=1, history=dsq_ckpt.SaveHistory())
+        reader.read_data(LoadPlan(items), planner).wait()
+        assert (max(map(decoded.count, decoded)) == 1) is (length == 20)
+        for fqn, (at, rows) in boxes.items():
+            assert to_bytes(targets[fqn]) == to_bytes(expected[fqn][at : at + rows])
