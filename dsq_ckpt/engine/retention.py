@@ -10,7 +10,7 @@ from pathlib import Path
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.errors import DSQError
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage.atomic_io import AtomicFile, exchange_names, is_hidden, sync_directory
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.manifest import MANIFEST, REFINEMENT_ROLES, Manifest
@@ -47,23 +47,51 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     if manifest.refinement != "kept" and manifest.lossy:
         return []
     due: list[tuple[Path, Manifest]] = []
-    newer = manifest
+    newer, old, skipped, ended = manifest, list[str](), False, False
     for age, (directory, older) in enumerate(iter_predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
         if set(older.nonfinite) < set(manifest.nonfinite):
             break  # the checkpoint to restore instead
+        if ended := older.save_id == _settled.get(newest.parent):
+            break  # an earlier call saw that nothing is left to drop from there on
         resumed, newer = newer.lossy_resumes > older.lossy_resumes, older
-        if age < keep_last or older.refinement == "none" or older.pinned:
+        if age < keep_last:
             continue
-        if older.refinement == "dropped":
+        old.append(older.save_id)
+        if older.refinement == "none" or older.pinned:
+            continue
+        if ended := older.refinement == "dropped":
             break  # older ones were dropped before
         if resumed and _has_linked_copy(directory, older):
+            skipped = True
             continue
         due.append((directory, older))
     # The oldest first: after a failure or a kill the next save meets the remaining ones first.
     dropped = [directory for directory, older in reversed(due) if _drop_refinement(directory, older, fsync)]
+    if old and not skipped and len(dropped) == len(due) and (ended or _has_no_predecessor(newest.parent, newer)):
+        _settled[newest.parent] = old[0]
     return dropped[::-1]
+
+
+_settled: dict[Path, str] = {}
+"""By run directory, save id of a checkpoint that has no refinement to drop, nor has any of its predecessors.
+
+Without it each save in a run without refinement layers would read the manifests of all checkpoints.
+"""
+
+
+def _has_no_predecessor(run: Path, manifest: Manifest) -> bool:
+    """Return whether a checkpoint is the first of its run, or the one before it was removed."""
+    if manifest.previous_name is None:
+        return True
+    try:
+        Manifest.read(run / manifest.previous_name)
+    except CheckpointNotFound:
+        return True
+    except DSQError:  # it may be readable again at the next save
+        pass
+    return False
 
 
 def _has_linked_copy(directory: Path, manifest: Manifest) -> bool:

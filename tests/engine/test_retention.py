@@ -12,11 +12,14 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import removed_ancestors, retention
+from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.gc import collect_garbage
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.predecessors import iter_predecessors
 from tests.helpers.new_process import begin_new_process
 from tests.helpers.states import flat_tensors, mixed_state
+
+EXACT = {"quantize": {kind: {"method": "exact"} for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum")}}
 
 
 def save_two(run, count=2):
@@ -266,3 +269,38 @@ def test_a_frozen_base_is_not_written_again_where_checkpoints_are_removed(tmp_pa
         if number >= count:
             shutil.rmtree(tmp_path / str(number - count))
         state["adapter"] = state["adapter"] + 1e-3
+
+
+@pytest.mark.parametrize("first_is_there", [True, False])
+def test_saves_read_no_more_manifests_as_a_run_without_refinement_grows(tmp_path, monkeypatch, first_is_there):
+    """Each save read those of all checkpoints of the run, in search of refinement to drop."""
+    reads = []
+    read = Manifest.read.__func__
+    monkeypatch.setattr(Manifest, "read", classmethod(lambda cls, path: reads.append(path) or read(cls, path)))
+    counts = []
+    for number in range(12):
+        before = len(reads)
+        dsq_ckpt.save(mixed_state(), tmp_path / f"step-{number}", config="exact")
+        counts.append(len(reads) - before)
+        if number == 5 and not first_is_there:
+            shutil.rmtree(tmp_path / "step-0")
+    assert counts[10] == counts[11] and counts[11] <= counts[4], counts
+
+
+def test_refinement_that_cannot_be_reached_for_a_while_is_dropped_later(tmp_path, monkeypatch):
+    """The older part of the run is behind a checkpoint without refinement whose manifest cannot be read."""
+    paths = save_two(tmp_path)
+    for number in (2, 3):
+        paths.append(tmp_path / f"step-{number}")
+        dsq_ckpt.save(mixed_state(), paths[-1], config={**EXACT, "refinement": {"keep_last": 100}})
+    read = Manifest.read.__func__
+
+    def fail(cls, path):
+        if path == paths[1]:
+            raise LoadFailed(f"{path}: the network is down")
+        return read(cls, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", classmethod(fail))
+        assert retention.drop_refinements(paths[3], 1, False) == []
+    assert retention.drop_refinements(paths[3], 1, False) == [paths[1], paths[0]]
