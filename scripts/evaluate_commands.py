@@ -28,6 +28,7 @@ defaults-restores-gpt-seed0  measure_defaults.py restores --steps 240 --failures
 restores-short          measure_restores.py --short --seeds 1
 bytes-llama             measure_chain.py --workload llama --saves 9
 refinement-differences  measure_refinement.py llama --saves 8
+trellis-llama           measure_trellis.py llama --steps 2.8 --checkpoints 4
 chain                   measure_chain.py --layers 2 --saves 9
 parents-llama           measure_chain.py --workload llama --saves 5 --parents
 chain-loads             measure_chain.py --depths --layers 2 --repeats 3
@@ -253,6 +254,8 @@ chain                   measure_chain.py
 chain-loads             measure_chain.py --depths --layers 20
 bytes-vit               measure_chain.py --workload vit --saves 18
 refinement-differences  measure_refinement.py llama lstm vit
+trellis-llama           measure_trellis.py llama
+trellis-gpt-short       measure_trellis.py gpt-short --units today half --checkpoints 5
 parents-vit             measure_chain.py --workload vit --saves 33 --parents
 parents-llama           measure_chain.py --workload llama --saves 17 --parents
 parents-lstm            measure_chain.py --workload lstm --saves 17 --parents

@@ -1,6 +1,7 @@
 """Bits that a trellis saves on the weights of recorded runs, and other reasons why differences can be smaller.
 
-    python scripts/measure_trellis.py llama gpt-short --json trellis-llama-gpt-short.json
+    python scripts/measure_trellis.py llama --json trellis-llama.json
+    python scripts/measure_trellis.py gpt-short --units today half --checkpoints 5 --json trellis-gpt-short.json
 
 `scripts/evaluate.py record` makes the runs. Each is saved with two steps of the lattice (`dsq` in the rows), which
 gives the weights that are quantized and the unit of the step of each. Then their levels are chosen anew: on the lattice
@@ -55,11 +56,12 @@ from dsq_ckpt.storage.record_fields import get_exponent
 Row = dict[str, Any]
 STEPS = (2.8, 2.0)
 PRICES = {
-    0.01: (1.4, 2.0, 2.8, 4.0, 5.6), 0.03: (1.0, 1.4, 2.0, 2.8), 0.1: (0.7, 1.0, 1.4, 2.0), 0.2: (0.5, 0.7, 1.0, 1.4),
+    0.003: (2.8, 4.0, 5.6), 0.01: (1.4, 2.0, 2.8, 4.0, 5.6), 0.03: (1.4, 2.0, 2.8), 0.1: (1.4, 2.0, 2.8),
+    0.2: (1.0, 1.4, 2.0),
 }
 """Squared steps that a bit is worth to the steps to try: a higher price widens the cell of zero."""
 LOW = 0.05
-"""Higher prices are tried with the units of today only: they spend least at a distortion, never at a degradation."""
+"""Higher prices spend least at a distortion, never at a degradation: the model is not evaluated with them."""
 FINER = 2**0.5  # steps of a trellis are so much larger, at about equal distortion
 SYSTEMS = (
     ("values", "today", 1, False), ("differences", "today", 1, False), ("trellis", "today", 4, False),
@@ -99,8 +101,8 @@ def save_run(workload: str, step: float, most: int) -> Iterator[Point]:
                 for group, entry in reader.contents["groups"].items():
                     bits += 8 * entry["model"][1] if group.startswith("weights/") else 0
                 for record in reader.contents["records"]:
+                    fqn = record["fqn"]
                     if record["type"] == "coded" and record["group"].startswith("weights/"):
-                        fqn = record["fqn"]
                         unit = manifest.groups[record["group"]].step * scale_of(get_exponent(record)) / step
                         values = checkpoint["model"][fqn.removeprefix("model.")]
                         tensors.append(Tensor(fqn, record["group"], _flat(values), unit))
@@ -121,14 +123,14 @@ def interpolate(rows: Sequence[Row], key: str, target: float) -> float | None:
     for price in {row["price"] for row in rows}:
         line = sorted((row for row in rows if row["price"] == price), key=lambda row: row["step"])
         for low, high in pairwise(line):
-            if low[key] < target <= high[key]:
+            if low[key] is not None and low[key] < target <= high[key]:
                 share = (target - low[key]) / (high[key] - low[key])
                 found.append(float(np.exp((1 - share) * np.log(low["bits"]) + share * np.log(high["bits"]))))
     return min(found, default=None)
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of what each system saves beside `values`, at the distortions of `dsq` and at fixed degradations."""
+    """Return what systems save of `values` and of `differences`, at distortions of `dsq` and at fixed degradations."""
     systems: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["system"] != "dsq":
@@ -137,13 +139,13 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     targets += [("degradation", target) for target in DEGRADATIONS]
     compared = []
     for key, target in targets:
-        before = interpolate(systems["values", "today", 1, False], key, target)
-        for (system, units, states, neighbours), own in systems.items():
-            bits = interpolate(own, key, target)
-            saved = None if bits is None or before is None else 1 - bits / before
+        found = {system: interpolate(own, key, target) for system, own in systems.items()}
+        for (system, units, states, neighbours), bits in found.items():
+            others = ("values", "today", 1, False), ("differences", units, 1, neighbours)
+            saved = [1 - bits / other if bits and (other := found.get(name)) else None for name in others]
             compared.append({
                 "run": rows[0]["run"], "at": key, "target": target, "system": system, "units": units, "states": states,
-                "neighbours": neighbours, "bits": bits, "saved": saved,
+                "neighbours": neighbours, "bits": bits, "saved": saved[0], "saved_of_differences": saved[1],
             })
     return compared
 
@@ -155,13 +157,10 @@ def time_choices(tensors: Sequence[Tensor]) -> list[Row]:
     parent, table = np.zeros(values.size, np.uint8), np.zeros((2, window.size), np.uint8)
     context, levels = np.full(values.size, 2 * REACH), np.empty(values.size, np.int64)
     rates = Counts.guess().bits()
-    works: dict[str, Callable[[], object]] = {
-        "dsq": partial(cpu.quantize, floats, parent, 1, window.lo, window.hi, 1.0, table, codes)
-    }
+    works = {"dsq": partial(cpu.quantize, floats, parent, 1, window.lo, window.hi, 1.0, table, codes)}
     for states, machine in MACHINES.items():
-        works[f"states: {states}"] = partial(
-            choose, values / STEPS[0], context, False, *machine, *rates, 0.03, levels
-        )
+        target = values / STEPS[0]
+        works[f"states: {states}"] = partial(choose, target, context, False, *machine, *rates, 0.03, levels)
     rows = []
     for name, work in works.items():
         times = []
@@ -173,7 +172,9 @@ def time_choices(tensors: Sequence[Tensor]) -> list[Row]:
     return rows
 
 
-def measure(workload: str, steps: Sequence[float], most: int, report: Callable[[Row], None]) -> list[Row]:
+def measure(
+    workload: str, steps: Sequence[float], most: int, units: Sequence[str], report: Callable[[Row], None]
+) -> list[Row]:
     """Return a row for each system, step and price; `report` is called with each."""
     run, rows = create(workload), list[Row]()
     kept = [{key: checkpoint[key] for key in ("model", "loss")} for checkpoint in list_checkpoints(workload, most)]
@@ -186,6 +187,8 @@ def measure(workload: str, steps: Sequence[float], most: int, report: Callable[[
         for checkpoint, (_, values), tensors, size in zip(kept, made, today, sizes, strict=True):
             squares = (np.square((values[t.name] - t.values) / t.unit).sum() for t in tensors)
             distortion.append(float(sum(squares)) / size)
+            if labels["price"] > LOW:
+                continue
             state = dict(checkpoint["model"])
             for name, value in values.items():
                 name = name.removeprefix("model.")
@@ -194,22 +197,22 @@ def measure(workload: str, steps: Sequence[float], most: int, report: Callable[[
             worse.append(run.evaluate() / checkpoint["loss"] - 1)
         rows.append({
             "run": workload, **labels, "bits_keyframe": bits[0], "bits": statistics.mean(bits[1:]),
-            "distortion": statistics.mean(distortion[1:]), "degradation": statistics.mean(worse[1:]),
-            "degradation_max": max(worse[1:]),
+            "distortion": statistics.mean(distortion[1:]), "degradation": statistics.mean(worse[1:]) if worse else None,
+            "degradation_max": max(worse[1:], default=None),
         })
         report(rows[-1])
 
     for step, points in saved.items():
         made = [(point.bits / size, point.decoded) for point, size in zip(points, sizes, strict=True)]
         note(made, system="dsq", units="today", states=1, neighbours=False, step=step, price=0.02)
-    units = {"today": today, "kept": fix_units(today, 1.0), "half": fix_units(today, 0.5)}
+    series = {"today": today, "kept": fix_units(today, 1.0), "half": fix_units(today, 0.5)}
     for system, which, states, neighbours in SYSTEMS:
         for price, tried in PRICES.items():
-            if price > LOW and which != "today":
+            if which not in units or (price > LOW and which != "today"):
                 continue
             for step in tried if len(steps) > 1 else steps:
                 wide = step * (FINER if states > 1 else 1)
-                made = list(encode(units[which], wide, price, states, system == "values", neighbours))
+                made = list(encode(series[which], wide, price, states, system == "values", neighbours))
                 note(made, system=system, units=which, states=states, neighbours=neighbours, step=wide, price=price)
     return rows
 
@@ -224,22 +227,22 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+", help="of scripts/evaluate.py, recorded with seed 0")
     parser.add_argument("--steps", type=float, nargs="+", default=list(STEPS), help="of `dsq`; one: of all systems")
     parser.add_argument("--checkpoints", type=int, default=1000, help="after step 0, how many at most")
+    parser.add_argument("--units", nargs="+", default=["today", "kept", "half"], choices=["today", "kept", "half"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows, versus, times = list[Row](), list[Row](), list[Row]()
     for workload in arguments.workloads:
-        own = measure(workload, arguments.steps, arguments.checkpoints, lambda row: print(row, flush=True))
+        own = measure(workload, arguments.steps, arguments.checkpoints, arguments.units, partial(print, flush=True))
         rows, versus = rows + own, versus + compare(own)
         [first] = save_run(workload, arguments.steps[0], 1)
         times += [{"run": workload, **row} for row in time_choices(first.tensors)]
-    result = {
-        "command": shlex.join(["python", *sys.argv]), "measured": "trellis", "machine": processor(), "rows": rows,
-        "versus": versus, "times": times,
-    }
-    print(json_files.dumps({"versus": versus, "times": times}), end="")
+    result = {"versus": versus, "times": times}
+    print(json_files.dumps(result), end="")
     if arguments.json is not None:
-        json_files.write(arguments.json, result)
+        command = shlex.join(["python", *sys.argv])
+        about = {"command": command, "measured": "trellis", "machine": processor()}
+        json_files.write(arguments.json, about | {"rows": rows} | result)
 
 
 if __name__ == "__main__":

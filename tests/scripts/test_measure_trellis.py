@@ -114,5 +114,6 @@ def test_systems_are_compared_at_equal_distortion_and_degradation() -> None:
     assert compared["distortion", 3, "values"]["bits"] == pytest.approx(2)
     assert compared["distortion", 3, "values"]["saved"] == 0
     assert compared["distortion", 3, "differences"]["saved"] == pytest.approx(0.5)
+    assert compared["distortion", 3, "values"]["saved_of_differences"] == pytest.approx(-1)
     assert compared["degradation", 0.03, "differences"]["saved"] == pytest.approx(0.5)
     assert compared["degradation", 0.006, "differences"]["saved"] is None
