@@ -155,7 +155,7 @@ def temporary(run):
 def test_disk_full(tmp_path, monkeypatch, what):
     """The log goes on with a snapshot as soon as there is room; until then what was logged before can be recovered."""
     disk, loop = Disk(monkeypatch), Loop(CASE)
-    options = {"batch": 2} if what == "a segment" else {"batch": 1000, "snapshot_every": 8}
+    options = {"batch": 2} if what == "a segment" else {"batch": 8, "snapshot_every": 8}
     with loop.log(tmp_path, **options) as log, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         train(log, loop, lambda: log.steps_done == 6)
