@@ -278,11 +278,11 @@ def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, m
     with replica_of(loop, tmp_path, queue=2, persist_every=2) as replica:
         while replica._save_interval < 16:
             assert replica.steps_done < 5000
-            train(loop, replica, 1)
+            train(loop, replica, 1, pause=0.005)
         first, slows = len(saved_steps), False
         while replica._save_interval > 2:
             assert replica.steps_done < 10000
-            train(loop, replica, 1, pause=0.005)  # hundreds of steps would fit between saves
+            train(loop, replica, 1, pause=0.02)  # in the time of a save fewer steps than between saves
         assert replica.logging
     gaps = [after - before for before, after in itertools.pairwise(saved_steps)]
     assert min(gaps[:-1]) >= 2 and max(gaps) >= 8, gaps
