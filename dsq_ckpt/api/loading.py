@@ -46,6 +46,7 @@ from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.attachments import format_attachment_hint, refuse_without_tensors, warn_about_attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.manifest_requests import one_request_each
 from dsq_ckpt.storage.paths import require_checkpoint_path
 from dsq_ckpt.storage.refinement import RefinementOption
 
@@ -238,7 +239,7 @@ def load_with_modules(
                 state_dict[key] = state
         return all_offered, unexpected
 
-    with ExitStack() as stack:
+    with one_request_each(), ExitStack() as stack:
         gathered = gather_from_all_ranks(comm, prepare_load, LoadFailed)
         unexpected_in_objects, unexpected_in_modules = zip(*gathered, strict=True)
         try:

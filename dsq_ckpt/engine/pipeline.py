@@ -45,6 +45,7 @@ from dsq_ckpt.quantization.plan import QuantizationPlan, plan_as_configured
 from dsq_ckpt.quantization.restored_values import load_counts, record_load_counts
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.manifest_requests import one_request_each
 from dsq_ckpt.storage.paths import expand_path
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_target
 
@@ -93,6 +94,7 @@ class SavePipeline:
         storage = self.options.config.storage
         return Workers(storage.thread_count(), storage.block_elements)
 
+    @one_request_each()
     def agree(
         self, ranks: int, layouts: Iterable[Layout], *, attached: bool = False, staged: bool = False,
         save_id: str | None = None,

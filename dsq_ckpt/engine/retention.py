@@ -48,7 +48,7 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
         return []
     due: list[tuple[Path, Manifest]] = []
     newer, old, skipped, ended = manifest, list[str](), False, False
-    for age, (directory, older) in enumerate(iter_predecessors(newest), 1):
+    for age, (directory, older) in enumerate(iter_predecessors(newest, manifest), 1):
         if directory.is_symlink():
             break  # it leads to another run
         if set(older.nonfinite) < set(manifest.nonfinite):

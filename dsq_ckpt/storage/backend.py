@@ -90,6 +90,9 @@ class Storage(Protocol):
     def size(self, file: Path) -> int:
         """Return the size of a regular file in bytes."""
 
+    def exists(self, file: Path) -> bool:
+        """Return whether there is a regular file."""
+
     def read(self, file: Path, limit: int) -> bytes:
         """Return all bytes of a file. Raise CorruptCheckpoint if there are more than `limit`."""
 
@@ -137,6 +140,13 @@ class _LocalStorage:
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(2, "it is no regular file", str(file))
         return status.st_size
+
+    def exists(self, file: Path) -> bool:
+        try:
+            self.size(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def read(self, file: Path, limit: int) -> bytes:
         return read_regular(file, limit)

@@ -12,6 +12,7 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage.backend import read_sizes
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.manifest_requests import forget
 
 ConcurrentChange = Literal["removed", "replaced"]
 REMOVAL_TIMEOUT = 1.0
@@ -59,6 +60,7 @@ def read_current_checksum(directory: Path, manifest: Manifest, deadline: float =
 
 
 def _read_checksum(directory: Path) -> str | None:
+    forget()
     try:
         return Manifest.read(directory).checksum
     except CheckpointNotFound:
@@ -68,6 +70,7 @@ def _read_checksum(directory: Path) -> str | None:
 
 
 def _compare_save_id(directory: Path, save_id: str | None) -> ConcurrentChange | None:
+    forget()
     try:
         return None if Manifest.read(directory).save_id == save_id else "replaced"
     except CheckpointNotFound:

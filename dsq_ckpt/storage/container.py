@@ -294,13 +294,17 @@ _unpack_small = functools.lru_cache(_CACHED_SMALL)(_unpack)
 _unpack_large = functools.lru_cache(_CACHED_LARGE)(_unpack)
 
 
-def read_pieces(path: Path) -> Iterator[bytes]:
+def read_pieces(path: Path, expected: int | None = None) -> Iterator[bytes]:
     """Yield the bytes of a file in pieces.
+
+    Args:
+        path: the file.
+        expected: required size in bytes, for which a store then need not be asked; None: any.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    file = get_storage(path).open(path)
+    file = get_storage(path).open(path, expected)
     try:
         for start in range(0, file.size, _PIECE):
             yield file.read(start, _PIECE)

@@ -213,8 +213,9 @@ def copy_between_storages(
         OSError: a file cannot be read or written.
     """
     digest, size = xxhash.xxh3_64(), 0
+    known_size = expected.size if expected is not None and is_remote(source) else None
     with get_storage(target).create(target, fsync=True) as copy:
-        for piece in read_pieces(source):
+        for piece in read_pieces(source, known_size):
             digest.update(piece)
             size += len(piece)
             copy.stream.write(piece)

@@ -28,6 +28,7 @@ from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import MAX_REQUESTS, get_storage
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
 from dsq_ckpt.storage.manifest_names import RelativePath, SiblingName, is_plain_name
+from dsq_ckpt.storage.manifest_requests import forget, read_manifest_text
 from dsq_ckpt.storage.manifest_text import NO_CHECKSUM, insert_checksum, parse_manifest_text
 from dsq_ckpt.storage.other_formats import describe_other_format
 from dsq_ckpt.storage.paths import explain_absence
@@ -268,6 +269,7 @@ class Manifest(BaseModel):
             file.complete()
             before_publish()
             file.publish(exclusive)
+            forget()
             if fsync:
                 try:
                     get_storage(directory).flush(directory)
@@ -290,7 +292,7 @@ class Manifest(BaseModel):
         """
         path = directory / MANIFEST
         try:
-            text = get_storage(path).read(path, _MAX_BYTES)
+            text = read_manifest_text(path, _MAX_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(_explain_missing(directory)) from error
         except OSError as error:
@@ -318,10 +320,7 @@ def is_complete(directory: Path) -> bool:
     """
     path = directory / MANIFEST
     try:
-        get_storage(path).size(path)
-        return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+        return get_storage(path).exists(path)
     except OSError as error:
         raise LoadFailed(f"'{path}': whether a checkpoint is there is unknown: {error.strerror}") from error
 

@@ -96,6 +96,13 @@ class ObjectStore:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(file))
         return int(info["size"])
 
+    def exists(self, file: Path) -> bool:
+        try:
+            self._request(lambda: _read_range(file, 0, 1), file)  # to ask for the size of a missing object takes two
+        except FileNotFoundError:
+            return False
+        return True
+
     def read(self, file: Path, limit: int) -> bytes:
         # A range, because s3fs would first ask for the size of a whole object.
         data = self._request(lambda: _read_range(file, 0, limit + 1), file)

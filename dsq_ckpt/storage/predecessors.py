@@ -14,15 +14,19 @@ _MAX_REPLACED = 32
 _INTERVAL = 1e-3  # seconds from the newest checkpoint of a run to the first of a process whose clock is behind
 
 
-def iter_predecessors(newest: Path) -> Iterator[tuple[Path, Manifest]]:
+def iter_predecessors(newest: Path, manifest: Manifest | None = None) -> Iterator[tuple[Path, Manifest]]:
     """Yield the predecessors of a checkpoint, newest first, with their manifests, as far as they can be read.
 
     A replaced checkpoint, such as `last`, is skipped: the manifest of its replacement records its predecessor.
 
+    Args:
+        newest: directory of the checkpoint.
+        manifest: its manifest; None: read it.
+
     Raises:
         DSQError: the checkpoint itself cannot be read.
     """
-    manifest, save_ids = Manifest.read(newest), set[str]()
+    manifest, save_ids = manifest or Manifest.read(newest), set[str]()
     save_id, name = manifest.previous, manifest.previous_name
     while save_id is not None and name is not None and save_id not in save_ids:
         save_ids.add(save_id)

