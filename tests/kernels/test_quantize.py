@@ -70,8 +70,9 @@ def test_windows(subject, window):
     check(subject, floats(9, 300), codes(9, 300), 1e-30, window=window)
 
 
-def test_large(monkeypatch):
-    subject, n = subject_of(LARGE, monkeypatch), 2**24 + 1
+@pytest.mark.parametrize("n", [2**22 + 1, pytest.param(2**24 + 1, marks=pytest.mark.campaign)])
+def test_large(monkeypatch, n):
+    subject = subject_of(LARGE, monkeypatch)
     x, parent, table = floats(5, n), codes(5, n), table_of()
     expected, result = np.empty(n, np.uint8), subject.empty(n)
     kernels.quantize(x.numpy(), parent, 0, *SPAN, 0.3, table, expected)
