@@ -38,7 +38,8 @@ def restored_loss(path, refinement, alone=False):
 
 
 @pytest.mark.parametrize("system, seed, epsilon", [
-    ("dsq", 0, 0.05), ("dsq", 1, 0.02), ("dsq", 2, 0.1), ("uniform", 0, 0.02), ("kmeans", 1, 0.02),
+    ("dsq", 0, 0.05), *(pytest.param("dsq", *case, marks=pytest.mark.campaign) for case in ((1, 0.02), (2, 0.1))),
+    ("uniform", 0, 0.02), ("kmeans", 1, 0.02),
 ])
 def test_a_configuration_that_suits_evaluate_alone_is_not_chosen(tmp_path, system, seed, epsilon):
     model, optimizer = train_model(150)
