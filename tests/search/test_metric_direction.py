@@ -87,8 +87,11 @@ def test_an_accuracy_is_reported_once_there_is_something_to_lose(tmp_path):
         resumed.save(tmp_path / "2")
 
 
+@pytest.mark.parametrize("all_steps", [
+    (0, 4, 60, 10), pytest.param((0, 1, 4, 20, 60, 60, 10), marks=pytest.mark.campaign),
+], ids=["short", "long"])
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
+def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale, all_steps):
     """Neither of a model that was made so that zeros are better, nor while it is trained, nor of a restored one."""
     model = Net()
     with torch.no_grad():
@@ -98,7 +101,7 @@ def test_a_loss_is_not_taken_for_an_accuracy(tmp_path, scale):
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        for number, steps in enumerate((0, 1, 4, 20, 60, 60, 10)):
+        for number, steps in enumerate(all_steps):
             train(model, optimizer, 100 * number, 100 * number + steps)
             compressor.save(tmp_path / str(number))
         compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: compute_loss(model))
