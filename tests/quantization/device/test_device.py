@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HOST: set[str] = set()
 SMALL = 8192
 FEW = ("linear.weight", "brain.weight", "strided.weight")
+MORE = (*FEW, "half.weight", "turned.weight")
 
 
 @pytest.fixture(params=["cpu", "triton"])
@@ -80,9 +81,9 @@ def states() -> list[dict[str, Any]]:
     return [first, second, third, copy.deepcopy(third)]
 
 
-def few_states() -> list[dict[str, Any]]:
+def few_states(names: tuple[str, ...] = FEW) -> list[dict[str, Any]]:
     """The same of three of the tensors, for what treats all dtypes alike."""
-    return [{"lossy": {name: state["lossy"][name] for name in FEW}, "meta": state["meta"]} for state in states()]
+    return [{"lossy": {name: state["lossy"][name] for name in names}, "meta": state["meta"]} for state in states()]
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +310,7 @@ def test_device_quantization_can_be_turned_off(here, tmp_path, monkeypatch):
 
 def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypatch):
     """And all of them where a keyframe comes next."""
-    first, second, *_ = states()
+    first, second, *_ = few_states(MORE)
     dsq_ckpt.save(first, tmp_path / "0")
     [checkpoint] = default_history().checkpoints()
     before = [weakref.ref(codes) for codes in checkpoint.cache.device_codes.values()]
