@@ -99,9 +99,20 @@ VALUES = hnp.arrays(np.float32, st.integers(0, 200), elements=st.one_of(
 ))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(VALUES, FRACTIONS, st.booleans())
 def test_thresholds(values, fractions, swap):
+    check_thresholds(values, fractions, swap)
+
+
+@pytest.mark.campaign
+@settings(max_examples=2000, deadline=None)
+@given(VALUES, FRACTIONS, st.booleans())
+def test_many_thresholds(values, fractions, swap):
+    check_thresholds(values, fractions, swap)
+
+
+def check_thresholds(values, fractions, swap):
     protect, prune = fractions[::-1] if swap else fractions
     counts = counts_of(values)
     prune_below, protect_from = importance_thresholds(counts, protect, prune)
