@@ -175,13 +175,13 @@ def test_a_glance_copies_only_what_it_looks_at(name: str) -> None:
 
 def test_points_are_looked_at_block_by_block() -> None:
     """Whether they are such or not: nothing is kept for each, and the last one counts."""
-    points = hyperboloid(2_000_000, 2)
-    near = ball(2_000_000, 2)
+    points = hyperboloid(800_000, 2)
+    near = ball(1_200_000, 2)
     for value, told in (
         (points, True), (points.view(2, -1, 3).transpose(0, 1), True), (near, True),
         (points.clone().index_fill_(0, torch.tensor([len(points) - 1]), 0.5), False),
         (near.clone().index_fill_(0, torch.tensor([len(near) - 1]), 0.9), False),
-        (normal(4_000_000, 2) * 0.3 + torch.tensor([5.0, 0.0]), False),
+        (normal(1_600_000, 2) * 0.3 + torch.tensor([5.0, 0.0]), False),
     ):
         with Largest(value) as largest:
             assert need_exact_storage([value]) == [told]
