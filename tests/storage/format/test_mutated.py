@@ -55,10 +55,11 @@ def test_forgeries(original: Original, tmp_path: Path, count: int) -> None:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + MEMORY, (SEED, number, told)
 
 
-def test_commands(original: Original, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.campaign)])
+def test_commands(original: Original, tmp_path: Path, count: int) -> None:
     """`dsq` ends in tables or one line, whatever it is given."""
     rng = random.Random(SEED)
-    for number in range(40):
+    for number in range(count):
         change = rng.choice([mutations.accident, mutations.forgery])
         told, path = mutations.changed(original, tmp_path / "x", change, rng)
         kind, error = mutations.commands(path)
