@@ -37,4 +37,4 @@ def test_no_request_asks_for_a_size_that_is_known(bucket, monkeypatch):
     assert {method for method, _ in requests} == {"get_object"}
     assert sum(key.endswith("manifest.json") for _, key in requests) == 1
     data = [key for _, key in requests if key.endswith((".dsq", ".refinement"))]
-    assert len(data) == 4  # of three checkpoints, and the refinement of the newest
+    assert len(data) == len(set(data)) == 4  # of three checkpoints, and the refinement of the newest
