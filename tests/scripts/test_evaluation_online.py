@@ -79,7 +79,9 @@ def test_noise_restores_the_exact_state_but_for_a_millionth(reference) -> None:
     exact, _ = reference
     results = Results(None, "online", {})
     [row] = online.run_system("gpt-tiny", 0, "noise", [0.05], results, exact, failures=3, per_failure=1)
-    assert row["loss"] != exact["loss"] and row["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    assert row["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    at_30_and_60 = [row["checkpoints"][1]["loss"], row["loss"]]  # one of them may round to that of the exact run
+    assert at_30_and_60 != exact["losses"]["values"][2::3]
     assert [restore["step"] for restore in row["restores"]] == [15, 30, 45]
     assert [save["step"] for save in row["checkpoints"]] == [15, 30, 45, 60]
     assert row["checkpoints"][-1]["loss"] == row["loss"]
