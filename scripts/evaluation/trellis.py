@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 
 from dsq_ckpt.core.arrays import F64, I64
-from dsq_ckpt.kernels.jit import jit
 
 REACH = 12  # codes farther from zero share a context
 CONTEXTS = (2 * REACH + 1) * 2 * 3
@@ -89,7 +89,7 @@ class Counts(NamedTuple):
         return unchanged[..., 0].copy(), unchanged[..., 1, None] + signs[:, None], sizes
 
 
-@jit
+@njit(cache=True)
 def choose(
     target: Any, context: Any, near: bool, moves: Any, second: Any, same: Any, change: Any, sizes: Any, price: float,
     levels: Any,
@@ -127,7 +127,7 @@ def choose(
     return least
 
 
-@jit
+@njit(cache=True)
 def reconstruct(levels: Any, moves: Any, second: Any, out: Any) -> None:
     """Set what levels stand for, in steps: multiples of one, half a step nearer zero for the second quantizer."""
     s = 0
@@ -137,7 +137,7 @@ def reconstruct(levels: Any, moves: Any, second: Any, out: Any) -> None:
         s = moves[s, k & 1]
 
 
-@jit
+@njit(cache=True)
 def code(
     levels: Any, context: Any, near: bool, moves: Any, second: Any, changed: Any, negative: Any, more: Any
 ) -> Any:
