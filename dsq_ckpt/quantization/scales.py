@@ -100,7 +100,7 @@ def choose_scales(
             log_rms = _UPDATE if tensors[fqn] in updates else 0.0
             wanted[fqn] = round(2 * float(np.log2(energy)) - 4 * log_rms) / 4
     refit = {group for group in groups if group not in books}
-    rescaled, out_of_range = set(), set[str]()
+    rescaled, corrected, out_of_range = set(), set[str](), set[str]()
     members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
     for group in groups:
         names = members[group]
@@ -108,7 +108,10 @@ def choose_scales(
             max_drift = _OWN_DRIFT if group in relative else _DRIFT
             moved = {fqn for fqn in names if fqn in wanted and abs(wanted[fqn] - before.get(fqn, 0.0)) >= max_drift}
             out_of_range |= {fqn for fqn in moved if abs(wanted[fqn]) > _MOST}
-            rescaled |= {group} if moved - out_of_range else set()
+            if moved - out_of_range:
+                rescaled.add(group)
+                # Codes of a tensor whose step stays are those of the parent where its values are.
+                corrected |= set(names) if group in relative else moved
             continue
         distances = _distances(octaves, names)
         if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have their own units
@@ -119,7 +122,7 @@ def choose_scales(
         refit |= {group} if moved - out_of_range else set()
     rescaled -= refit
     exponents = {
-        fqn: wanted.get(fqn, 0.0) if group in refit or group in rescaled else before.get(fqn, 0.0)
+        fqn: wanted.get(fqn, 0.0) if group in refit or fqn in corrected else before.get(fqn, 0.0)
         for fqn, group in tensors.items()
     }
     fallen = {
