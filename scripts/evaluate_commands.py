@@ -224,6 +224,9 @@ offline-papers-vit-seed0       evaluate.py offline vit --systems dsq,inshrinkera
 offline-papers-finetune-seed0  evaluate.py offline finetune --systems dsq,inshrinkerator
 -                       evaluate.py record vgg
 offline-papers-vgg-seed0       evaluate.py offline vgg --systems dsq,inshrinkerator,inshrinkerator_relaxed
+steps-llama-seed0       evaluate.py offline llama --systems dsq --dsq-epsilon 0.02 --dsq-epsilon 0.01
+steps-moe-seed0         evaluate.py offline moe --systems dsq --dsq-epsilon 0.02 --dsq-epsilon 0.01
+steps-lstm-seed0        evaluate.py offline lstm --systems dsq --dsq-epsilon 0.02 --dsq-epsilon 0.01
 offline-papers-llama-bf16-seed0  evaluate.py offline llama-bf16 --systems dsq,inshrinkerator,inshrinkerator_relaxed
                           --dsq-epsilon 0.04 --dsq-epsilon 0.03 --dsq-epsilon 0.02 --dsq-epsilon 0.01
                           --dsq-epsilon 0.005 --dsq-epsilon 0.0025
