@@ -88,6 +88,7 @@ offline-papers-resnet-seed0  evaluate.py offline resnet --seed 0 --systems dsq,i
 offline-strict-resnet-seed0  evaluate.py offline resnet --systems dsq,inshrinkerator,inshrinkerator_relaxed
                           --dsq-epsilon 0.04 --dsq-epsilon 0.01 --dsq-epsilon 0.005 --dsq-epsilon 0.0025
 offline-papers-resnet-seed1  evaluate.py offline resnet --seed 1 --systems dsq,inshrinkerator,inshrinkerator_relaxed
+steps-gpt-short-seed0   evaluate.py offline gpt-short --systems dsq --dsq-epsilon 0.02 --dsq-epsilon 0.01
 peers-gpt-short-seed0   evaluate.py peers gpt-short --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
                           --dsq-sensitivity 0.125
 peers-llama-seed0       evaluate.py peers llama --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
