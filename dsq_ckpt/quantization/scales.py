@@ -110,7 +110,7 @@ def choose_scales(
             out_of_range |= {fqn for fqn in moved if abs(wanted[fqn]) > _MOST}
             if moved - out_of_range:
                 rescaled.add(group)
-                # Codes of a tensor whose step stays are those of the parent where its values are.
+                # A tensor that keeps its step keeps the codes of elements that did not move.
                 corrected |= set(names) if group in relative else moved
             continue
         distances = _distances(octaves, names)
