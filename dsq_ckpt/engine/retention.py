@@ -48,13 +48,15 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
         return []
     due: list[tuple[Path, Manifest]] = []
     newer, old, skipped, ended = manifest, list[str](), False, False
+    settled, superseded = _settled.get(newest.parent, ()), ""
     for age, (directory, older) in enumerate(iter_predecessors(newest, manifest), 1):
         if directory.is_symlink():
             break  # it leads to another run
         if set(older.nonfinite) < set(manifest.nonfinite):
             break  # the checkpoint to restore instead
-        if ended := older.save_id == _settled.get(newest.parent):
-            break  # an earlier call saw that nothing is left to drop from there on
+        if ended := older.save_id in settled and (older.refinement != "kept" or older.pinned):
+            superseded = older.save_id
+            break  # an earlier call saw that nothing is left to drop from there on, and no copy was put there since
         resumed, newer = newer.lossy_resumes > older.lossy_resumes, older
         if age < keep_last:
             continue
@@ -70,12 +72,15 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     # The oldest first: after a failure or a kill the next save meets the remaining ones first.
     dropped = [directory for directory, older in reversed(due) if _drop_refinement(directory, older, fsync)]
     if old and not skipped and len(dropped) == len(due) and (ended or _has_no_predecessor(newest.parent, newer)):
-        _settled[newest.parent] = old[0]
+        others = [save_id for save_id in settled if save_id not in (superseded, old[0])]
+        _settled[newest.parent] = (*others, old[0])[-_MAX_STATES:]
     return dropped[::-1]
 
 
-_settled: dict[Path, str] = {}
-"""By run directory, save id of a checkpoint that has no refinement to drop, nor has any of its predecessors.
+_MAX_STATES = 16
+"""States saved in one run directory, such as a model and its discriminator, for which `_settled` has an entry."""
+_settled: dict[Path, tuple[str, ...]] = {}
+"""By run directory, save ids of checkpoints that have no refinement to drop, nor has any of their predecessors.
 
 Without it each save in a run without refinement layers would read the manifests of all checkpoints.
 """

@@ -282,8 +282,10 @@ def test_saves_read_no_more_manifests_as_a_run_without_refinement_grows(tmp_path
         before = len(reads)
         dsq_ckpt.save(mixed_state(), tmp_path / f"step-{number}", config="exact")
         counts.append(len(reads) - before)
-        if number == 5 and not first_is_there:
-            shutil.rmtree(tmp_path / "step-0")
+        if number == 5:
+            retention._settled.clear()  # as in a new process
+            if not first_is_there:
+                shutil.rmtree(tmp_path / "step-0")
     assert counts[10] == counts[11] and counts[11] <= counts[4], counts
 
 
@@ -304,3 +306,56 @@ def test_refinement_that_cannot_be_reached_for_a_while_is_dropped_later(tmp_path
         patch.setattr(Manifest, "read", classmethod(fail))
         assert retention.drop_refinements(paths[3], 1, False) == []
     assert retention.drop_refinements(paths[3], 1, False) == [paths[1], paths[0]]
+
+
+def test_saves_of_two_states_in_one_directory_read_no_more_manifests_either(tmp_path, monkeypatch):
+    """Each save read all manifests of its own state, as only that of the other was known to have nothing to drop."""
+    reads = []
+    read = Manifest.read.__func__
+    monkeypatch.setattr(Manifest, "read", classmethod(lambda cls, path: reads.append(path) or read(cls, path)))
+    counts, histories = [], [dsq_ckpt.SaveHistory(), dsq_ckpt.SaveHistory()]
+    for number in range(24):
+        before = len(reads)
+        state = {f"weights{number % 2}": torch.zeros(8) + number}
+        dsq_ckpt.save(state, tmp_path / f"step-{number}", config="exact", history=histories[number % 2])
+        counts.append(len(reads) - before)
+    assert counts[-2] == counts[-4] and counts[-1] == counts[-3], counts
+    assert len(retention._settled[tmp_path]) == 2
+
+
+def test_refinement_that_was_restored_from_a_copy_is_dropped_again(tmp_path):
+    """The process that dropped it once took it for dropped from then on."""
+    config = {"refinement": {"keep_last": 1}, "storage": {"fsync": False}}
+    dsq_ckpt.save(mixed_state(), tmp_path / "run" / "step-0", config=config)
+    shutil.copytree(tmp_path / "run" / "step-0", tmp_path / "copy")
+    dsq_ckpt.save(mixed_state(), tmp_path / "run" / "step-1", config=config)
+    assert Manifest.read(tmp_path / "run" / "step-0").refinement == "dropped"
+    shutil.rmtree(tmp_path / "run" / "step-0")
+    shutil.copytree(tmp_path / "copy", tmp_path / "run" / "step-0")
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.load(mixed_state(), tmp_path / "run" / "step-0", history=history)
+    for number in (2, 3):
+        dsq_ckpt.save(mixed_state(), tmp_path / "run" / f"step-{number}", config=config, history=history)
+    refinements = [Manifest.read(tmp_path / "run" / f"step-{number}").refinement for number in (0, 2, 3)]
+    assert refinements == ["dropped", "dropped", "kept"]
+
+
+def test_refinement_that_a_copy_of_hard_links_kept_is_dropped_once_the_copy_is_gone(tmp_path):
+    """The checkpoint that a run without refinement layers was resumed from."""
+    paths, best = save_two(tmp_path), tmp_path / "best"
+    shutil.copytree(paths[1], best, copy_function=os.link)
+    begin_new_process()
+    dsq_ckpt.load(mixed_state(), paths[1])
+    for number in (2, 3):
+        dsq_ckpt.save(mixed_state(), tmp_path / f"step-{number}", config={**EXACT, "refinement": {"keep_last": 1}})
+    assert [Manifest.read(path).refinement for path in paths] == ["dropped", "kept"]
+    shutil.rmtree(best)
+    assert retention.drop_refinements(tmp_path / "step-3", 1, False) == [paths[1]]
+
+
+def test_refinement_whose_manifest_could_not_be_compared_is_dropped_later(tmp_path, monkeypatch):
+    *older, newest = save_two(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "_is_unchanged", lambda *_: False)
+        assert retention.drop_refinements(newest, 1, False) == []
+    assert retention.drop_refinements(newest, 1, False) == older[::-1]
