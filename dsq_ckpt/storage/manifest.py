@@ -28,7 +28,7 @@ from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import MAX_REQUESTS, get_storage
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
 from dsq_ckpt.storage.manifest_names import RelativePath, SiblingName, is_plain_name
-from dsq_ckpt.storage.manifest_requests import forget, read_manifest_text
+from dsq_ckpt.storage.manifest_requests import forget_on_all_threads, read_manifest_text
 from dsq_ckpt.storage.manifest_text import NO_CHECKSUM, insert_checksum, parse_manifest_text
 from dsq_ckpt.storage.other_formats import describe_other_format
 from dsq_ckpt.storage.paths import explain_absence
@@ -269,7 +269,7 @@ class Manifest(BaseModel):
             file.complete()
             before_publish()
             file.publish(exclusive)
-            forget()
+            forget_on_all_threads()
             if fsync:
                 try:
                     get_storage(directory).flush(directory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,22 @@ class _Kept(threading.local):
     """Manifests that a thread has read in the current block; None outside of one."""
 
     texts: dict[Path, bytes] | None = None
+    change: int = 0
+    """Value of `_change` when they were read."""
 
 
 _kept = _Kept()
+_changes = itertools.count(1)
+_change = 0
+"""Number of the last change of a manifest by any thread of this process."""
+
+
+def _reset_after_fork() -> None:
+    """End the block in a child, which does not return from it."""
+    _kept.texts = None
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @contextmanager
@@ -39,10 +54,19 @@ def forget() -> None:
         _kept.texts.clear()
 
 
+def forget_on_all_threads() -> None:
+    """Read manifests anew on all threads of this process, which has changed one."""
+    global _change
+    _change = next(_changes)
+
+
 def read_manifest_text(path: Path, limit: int) -> bytes:
     """Return the bytes of a manifest; see `Storage.read`."""
     if _kept.texts is None or not is_remote(path):
         return get_storage(path).read(path, limit)
+    if _kept.change != _change:
+        _kept.texts.clear()
+        _kept.change = _change  # before the read, during which there may be another change
     if path not in _kept.texts:
         _kept.texts[path] = get_storage(path).read(path, limit)
     return _kept.texts[path]

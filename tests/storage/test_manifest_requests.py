@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
+import pytest
+
 import dsq_ckpt
 from dsq_ckpt.storage.backend import get_storage
 from dsq_ckpt.storage.concurrent_changes import detect_change, read_current_checksum
@@ -39,3 +44,72 @@ def test_nothing_is_kept_afterwards() -> None:
     assert not get_storage(path).exists(path / MANIFEST)
     [path] = chain("memory://changed-afterwards/run", 1)
     assert Manifest.read(path).save_id
+
+
+def test_a_save_of_another_thread_is_seen() -> None:
+    """Such as one in the background, which a step waits for."""
+    [path] = chain("memory://replaced-by-a-thread/run", 1)
+    with one_request_each():
+        manifest = Manifest.read(path)
+        thread = threading.Thread(target=lambda: dsq_ckpt.save(state_of(2), path, overwrite=True))
+        thread.start()
+        thread.join()
+        assert Manifest.read(path).save_id != manifest.save_id
+
+
+def test_another_thread_reads_for_itself() -> None:
+    [path] = chain("memory://read-by-a-thread/run", 1)
+    found = []
+
+    def read_after_removal() -> None:
+        try:
+            found.append(Manifest.read(path))
+        except FileNotFoundError as error:
+            found.append(error)
+
+    with one_request_each():
+        Manifest.read(path)
+        get_storage(path).remove(path / MANIFEST)
+        thread = threading.Thread(target=read_after_removal)
+        thread.start()
+        thread.join()
+    assert isinstance(found[0], FileNotFoundError)
+
+
+def test_a_block_in_a_block_does_not_end_it_nor_does_an_error_leave_it_open() -> None:
+    [path] = chain("memory://nested/run", 1)
+    with pytest.raises(ZeroDivisionError), one_request_each():
+        manifest = Manifest.read(path)
+        with one_request_each():
+            get_storage(path).remove(path / MANIFEST)
+        assert Manifest.read(path) is manifest
+        raise ZeroDivisionError
+    with pytest.raises(FileNotFoundError):
+        Manifest.read(path)
+
+
+def test_local_manifests_are_read_each_time(tmp_path) -> None:
+    [path] = chain(str(tmp_path), 1)
+    with one_request_each():
+        Manifest.read(path)
+        (path / MANIFEST).unlink()
+        with pytest.raises(FileNotFoundError):
+            Manifest.read(path)
+
+
+def test_a_forked_process_reads_for_itself() -> None:
+    """It does not return from the block, and would keep what was read in it for good."""
+    [path] = chain("memory://forked/run", 1)
+    with one_request_each():
+        Manifest.read(path)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                get_storage(path).remove(path / MANIFEST)
+                Manifest.read(path)
+            except FileNotFoundError:
+                status = 0
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
