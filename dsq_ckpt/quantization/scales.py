@@ -110,8 +110,7 @@ def choose_scales(
             out_of_range |= {fqn for fqn in moved if abs(wanted[fqn]) > _MOST}
             if moved - out_of_range:
                 rescaled.add(group)
-                # A tensor that keeps its step keeps the codes of elements that did not move.
-                corrected |= set(names) if group in relative else moved
+                corrected |= moved  # a tensor that keeps its scale keeps the codes of elements that did not move
             continue
         distances = _distances(octaves, names)
         if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have their own units
