@@ -354,7 +354,7 @@ def test_refinement_that_a_copy_of_hard_links_kept_is_dropped_once_the_copy_is_g
 
 
 def test_refinement_whose_manifest_could_not_be_compared_is_dropped_later(tmp_path, monkeypatch):
-    """It is behind a checkpoint without refinement."""
+    """The refinement is behind a checkpoint without any."""
     older, newest = save_two(tmp_path), tmp_path / "step-3"
     for path in (tmp_path / "step-2", newest):
         dsq_ckpt.save(mixed_state(), path, config={**EXACT, "refinement": {"keep_last": 100}})

@@ -98,7 +98,7 @@ def test_local_manifests_are_read_each_time(tmp_path) -> None:
 
 
 def test_a_forked_process_reads_for_itself() -> None:
-    """It does not return from the block, and would keep what was read in it for good."""
+    """A child does not return from the block, and would keep for good what was read there."""
     [path] = chain("memory://forked/run", 1)
     with one_request_each():
         Manifest.read(path)
